@@ -61,6 +61,7 @@ COMMAND_ORDER = (
     "split-sentences",
     "train-tokenizer",
     "binarize",
+    "binarize-chat",
     "merge-indexed",
     "convert-indexed",
     "inspect",

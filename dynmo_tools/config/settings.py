@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,7 @@ from .options import setting
 EXECUTION, ERRORS = "Execution", "Existing outputs and invalid lines"
 """Sections of help pages."""
 # Bounds of numbers: beyond them a run would fail late, in an allocation or in a library, instead of with a message.
+DATASET_ENDINGS = (".bin", ".dataset.json", ".idx")
 MAX_PERMUTATIONS = 1 << 16
 MAX_SEED = (1 << 32) - 1
 """Largest seed that numpy and datasketch accept."""
@@ -407,8 +409,7 @@ class BinarizeSettings:
     def made_files(self, output: Path) -> list[Path]:
         """Files that a run writes, for ``task_manifest.written_files``."""
         prefixes = [self.data_prefix(output, key) for key in self.json_keys]
-        endings = (".bin", ".dataset.json", ".idx")
-        return [prefix.with_name(prefix.name + ending) for prefix in prefixes for ending in endings]
+        return [prefix.with_name(prefix.name + ending) for prefix in prefixes for ending in DATASET_ENDINGS]
 
     def __post_init__(self) -> None:
         """Refuse two datasets of one name."""
@@ -418,6 +419,59 @@ class BinarizeSettings:
             )
         if self.plain_text and self.json_keys != ("text",):
             raise UsageError(f"--plain-text: a line of text has no keys; remove --json-keys {' '.join(self.json_keys)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinarizeChatSettings:
+    """Tokenize conversations by a chat template, with a loss mask of the assistant's tokens."""
+
+    tokenizer: Path = setting(
+        file=True, names=("--tokenizer-model",), help="tokenizer.json of the model, or the folder that has it."
+    )
+    chat_template: Path | None = setting(
+        None, file=True, help="Jinja file [default: chat_template.jinja, else in tokenizer_config.json, of the model]"
+    )
+    tokenizer_config: Path | None = setting(
+        None,
+        file=True,
+        help="Special tokens and chat template [default: tokenizer_config.json of the model]",
+        rare=True,
+    )
+    messages_key: str | None = setting(None, help="Key of the messages [default: messages, else conversations]")
+    date: str | None = setting(None, help="Date of templates that print it, YYYY-MM-DD.")
+    eod_token: str | None = setting(None, help="Token to append to each conversation, if the template does not.")
+
+    @property
+    def template_source(self) -> Path | None:
+        """The file that has the chat template."""
+        return self.chat_template or self.tokenizer_config
+
+    def data_prefix(self, output: Path) -> Path:
+        """The name of the dataset of token ids."""
+        return output.with_name(f"{output.name}_chat_document")
+
+    def mask_prefix(self, output: Path) -> Path:
+        """The name of the dataset of the loss mask: that of the ids, and ``.loss_mask``."""
+        return output.with_name(f"{self.data_prefix(output).name}.loss_mask")
+
+    def made_files(self, output: Path) -> list[Path]:
+        """Files that a run writes, for ``task_manifest.written_files``."""
+        prefixes = [self.mask_prefix(output), self.data_prefix(output)]
+        return [prefix.with_name(prefix.name + ending) for prefix in prefixes for ending in DATASET_ENDINGS]
+
+    def __post_init__(self) -> None:
+        """Find the files next to the tokenizer, so that the task manifest and the sidecar state them."""
+        if self.tokenizer.is_dir():
+            object.__setattr__(self, "tokenizer", self.tokenizer / "tokenizer.json")
+        if self.tokenizer_config is None and (found := self.tokenizer.with_name("tokenizer_config.json")).is_file():
+            object.__setattr__(self, "tokenizer_config", found)
+        if self.chat_template is None and (found := self.tokenizer.with_name("chat_template.jinja")).is_file():
+            object.__setattr__(self, "chat_template", found)
+        if self.date is not None:
+            try:
+                datetime.date.fromisoformat(self.date)
+            except ValueError as error:
+                raise UsageError(f"--date {self.date}: must be a date as YYYY-MM-DD") from error
 
 
 class InvalidUtf8(StrEnum):

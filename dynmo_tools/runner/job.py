@@ -44,7 +44,7 @@ from ..io.jsonl import DocumentCounts
 from ..io.paths import check_output, check_writable
 from .local import WorkerPool, run_inline
 from .progress import progress_meter
-from .task import KEYS_FOUND, Phase, Report, marker_path, read_valid_marker
+from .task import FIRST_FAILURE, KEYS_FOUND, Phase, Report, marker_path, read_valid_marker
 from .task_manifest import (
     Job,
     Source,
@@ -472,7 +472,7 @@ def _check_rejects(job: Job, markers: Collection[Mapping[str, Any]], limit: floa
         return
     raise TooManyRejectedError(
         f"{job.step}: {rejected:,} of {documents:,} lines are invalid documents, "
-        f"more than --max-rejects {limit:g} allows{_missing_key(job, markers)}; "
+        f"more than --max-rejects {limit:g} allows{_missing_key(job, markers)}{_first_failure(markers)}; "
         f"see {job.work / 'parts'}/*-rejects.jsonl"
     )
 
@@ -482,9 +482,19 @@ def _missing_key(job: Job, markers: Collection[Mapping[str, Any]]) -> str:
     found = next((keys for marker in markers if (keys := marker["result"].get(KEYS_FOUND)) is not None), None)
     if found is None:
         return ""
-    keys = getattr(job.settings, "json_keys", None) or (job.settings.json_key,)
     count = sum(marker["tally"]["rejected"].get("key", 0) for marker in markers)
-    return f"; {count:,} lack --json-key {' or '.join(keys)}; the first of them has the keys {', '.join(found)}"
+    if hasattr(job.settings, "messages_key"):
+        option = f"--messages-key {job.settings.messages_key or 'messages or conversations'}"
+    else:
+        keys = getattr(job.settings, "json_keys", None) or (job.settings.json_key,)
+        option = f"--json-key {' or '.join(keys)}"
+    return f"; {count:,} lack {option}; the first of them has the keys {', '.join(found)}"
+
+
+def _first_failure(markers: Collection[Mapping[str, Any]]) -> str:
+    """The first error of a library on a document, where a task stored one."""
+    found = next((error for marker in markers if (error := marker["result"].get(FIRST_FAILURE)) is not None), None)
+    return "" if found is None else f"; the first error is: {found}"
 
 
 def _summarize(job: Job, markers: dict[str, list[dict[str, Any]]], seconds: float, *, reused: bool) -> Summary:

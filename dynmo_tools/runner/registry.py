@@ -25,6 +25,7 @@ from typing import Any
 from .._common.errors import UsageError
 from ..config.settings import (
     AddIdSettings,
+    BinarizeChatSettings,
     BinarizeSettings,
     DecontaminateSettings,
     DedupSettings,
@@ -167,6 +168,14 @@ _STEPS = (
         output_kind=OutputKind.DATASET,
         output_names=("--output-prefix",),
         output_help="PREFIX of the dataset; writes PREFIX_KEY_document.bin and .idx.",
+    ),
+    Step(
+        name="binarize-chat",
+        settings=BinarizeChatSettings,
+        phases="tokenization.binarize_chat:binarize_chat_phases",
+        output_kind=OutputKind.DATASET,
+        output_names=("--output-prefix",),
+        output_help="PREFIX of the dataset; writes PREFIX_chat_document and its .loss_mask.",
     ),
 )
 

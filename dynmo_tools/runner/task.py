@@ -46,6 +46,8 @@ REPORT_EVERY_DOCUMENTS = 256
 REPORT_EVERY_S = 0.2
 KEYS_FOUND = "keys_found"
 """Entry of a task's result: the keys of the first document that lacks the key of the settings."""
+FIRST_FAILURE = "first_failure"
+"""Entry of a task's result: what a library reports of the first document on which it fails."""
 
 Report = Callable[[int, int], None]
 """Receives the number of documents and bytes read since the last call."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -250,45 +251,68 @@ def join(task: Task) -> None:
     # From the markers: this task need not load the tokenizer.
     num_ids = max((result["num_ids"] for result in results), default=0)
     dtype = token_dtype(num_ids, settings.dataset_impl)
+    first = results[0]
+    tokenizer = {
+        "type": settings.tokenizer_type.value,
+        "vocab_size": first["num_ids"],
+        "vocab_sha256": first["vocab_sha256"],
+        "files": tokenizer_files(settings),
+    }
+    form = "mmap" if settings.dataset_impl is IndexForm.MMAP else "tnt"
     for number, key in enumerate(settings.json_keys):
         prefix = settings.data_prefix(task.job.output, key)
-        tokens, lengths, documents = part_names(number)
-        append_files(task.create(bin_path(prefix), plain=True), [task.part(tokens, i) for i in slices])
-        index = Index(
-            form="mmap" if settings.dataset_impl is IndexForm.MMAP else "tnt",
-            dtype=dtype,
-            lengths=_numbers(task, lengths),
-            documents=bounds(_numbers(task, documents)),
+        index = join_parts(
+            task, results, prefix, part=number, form=form, dtype=dtype, tokenizer=tokenizer, eod=first["eod_id"]
         )
-        # Outputs are renamed in the order of their creation: the sidecar before ``.idx``, which completes the dataset.
-        sidecar = task.create(sidecar_path(prefix), plain=True)
-        written = copy_pieces(encode_index(index), task.create(idx_path(prefix)))
-        sidecar.write(encode_sidecar(_sidecar(task, results, number, written)))
         if number == 0:
             task.facts.update(
                 tokens=index.num_tokens, sequences=len(index.lengths), data_prefix=str(prefix), num_ids=num_ids
             )
 
 
-def _sidecar(task: Task, results: Sequence[dict[str, Any]], key: int, idx: Piece) -> dict[str, Any]:
-    settings: BinarizeSettings = task.job.settings
-    first = results[0]
+def join_parts(
+    task: Task,
+    results: Sequence[dict[str, Any]],
+    prefix: Path,
+    *,
+    part: int,
+    form: str,
+    dtype: np.dtype[Any],
+    tokenizer: dict[str, Any] | None,
+    eod: int | None,
+) -> Index:
+    """Write a dataset with its sidecar from the parts of all slices.
+
+    Args:
+        task: the task.
+        results: results of the tasks of the slices; ``tokens`` has the piece of each part.
+        prefix: name of the dataset.
+        part: which of the slices' parts.
+        form: form of the index.
+        dtype: data type of the tokens.
+        tokenizer: the tokenizer, as the sidecar states it.
+        eod: id at the end of each document, or None.
+    """
+    slices = range(len(task.manifest.tasks))
+    tokens, lengths, documents = part_names(part)
+    append_files(task.create(bin_path(prefix), plain=True), [task.part(tokens, i) for i in slices])
+    index = Index(form=form, dtype=dtype, lengths=_numbers(task, lengths), documents=bounds(_numbers(task, documents)))
+    # Outputs are renamed in the order of their creation: the sidecar before ``.idx``, which completes the dataset.
+    sidecar = task.create(sidecar_path(prefix), plain=True)
+    idx = copy_pieces(encode_index(index), task.create(idx_path(prefix)))
     inputs: dict[str, list[Piece]] = {}
-    for part, result in zip(task.manifest.tasks, results, strict=True):
-        inputs.setdefault(str(part.path), []).extend([result["input"]] if result["input"]["bytes"] else [])
-    return new_sidecar(
-        tokenizer={
-            "type": settings.tokenizer_type.value,
-            "vocab_size": first["num_ids"],
-            "vocab_sha256": first["vocab_sha256"],
-            "files": tokenizer_files(settings),
-        },
-        eod_id=first["eod_id"],
+    for source, result in zip(task.manifest.tasks, results, strict=True):
+        inputs.setdefault(str(source.path), []).extend([result["input"]] if result["input"]["bytes"] else [])
+    document = new_sidecar(
+        tokenizer=tokenizer,
+        eod_id=eod,
         inputs=[{"path": path, "pieces": pieces} for path, pieces in inputs.items()],
         steps=steps_of(task.job),
-        bin_pieces=[result["tokens"][key] for result in results],
+        bin_pieces=[result["tokens"][part] for result in results],
         idx=idx,
     )
+    sidecar.write(encode_sidecar(document))
+    return index
 
 
 def _numbers(task: Task, kind: str) -> IntColumn:

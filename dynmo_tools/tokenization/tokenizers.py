@@ -148,6 +148,15 @@ class HuggingFaceTokenizer:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return from_lists([one.ids for one in encoded])
 
+    def encode_with_offsets(self, text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Encode a text, without the special tokens of a model's template.
+
+        Returns:
+            The ids ``[tokens]``, and the characters ``[begin, end)`` of each token ``[tokens, 2]``.
+        """
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(encoded.ids, dtype=np.int64), np.asarray(encoded.offsets, dtype=np.int64).reshape(-1, 2)
+
 
 def resident_bytes() -> int:
     """Resident memory of this process in bytes; 0 if unknown."""

@@ -14,6 +14,7 @@ from .cache import cache as cache_app
 from .doctor.command import doctor
 from .evaluate import evaluate as evaluate_app
 from .explain_flags.command import explain_flags
+from .export_adapter import export_adapter
 from .finetune import finetune as finetune_app
 from .generate import generate_text
 from .launch import launch as launch_app
@@ -40,6 +41,7 @@ COMMAND_ORDER = (
     "evaluate",
     "finetune",
     "generate",
+    "export-adapter",
     "tasks",
     "cache",
 )
@@ -54,6 +56,7 @@ app.add_typer(evaluate_app, name="evaluate", cls=EvaluateGroup)
 app.add_typer(finetune_app, name="finetune")
 app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(tasks_command)
 app.command("generate", cls=TaskCommand)(generate_text)
+app.command("export-adapter")(export_adapter)
 app.add_typer(cache_app, name="cache")
 app.command("measure-costs")(measure_costs)
 app.command("tune-sparse")(tune_sparse)

@@ -24,7 +24,7 @@ from ..formats.os_errors import reason
 from .common import is_rank0, need_torch, world_size
 
 if TYPE_CHECKING:
-    from ..evaluation.text_generator import Completion, GenerationSettings
+    from ..evaluation.text_generator import Completion, GenerationSettings, TextGenerator
 
 MAX_NEW_TOKENS = 64
 STDIN = ("-", "/dev/stdin")
@@ -36,6 +36,13 @@ def generate_text(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="Prompt to continue; repeatable.", rich_help_panel=GENERATION)
     ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", help="Text or special token that ends a continuation.", rich_help_panel=GENERATION),
+    ] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print text while it is generated.", rich_help_panel=GENERATION)
+    ] = False,
     report: Annotated[
         Format, typer.Option("--format", help="Output format.", rich_help_panel=GENERATION)
     ] = Format.TEXT,
@@ -52,24 +59,65 @@ def generate_text(
         texts = None
     else:
         texts = read_prompts(prompt, options)
-    settings = generation_settings(options, unconditional=texts is not None and texts == [""] * len(texts))
+    settings = generation_settings(options, unconditional=texts is not None and texts == [""] * len(texts), stops=stop)
+    if stream:
+        _check_stream(options, report, settings)
     for line in task_warnings(config, options) if is_rank0() else ():
         print_message(f"warning: {line}")
     from ..evaluation.model_checkpoint import evaluation_world
     from ..evaluation.text_generator import TextGenerator
 
     with evaluation_world(config, options, world_size()) as world:
-        generator = TextGenerator(config, settings, world, model_flags(ctx))
+        generator = TextGenerator(config, settings, world, model_flags(ctx), _write_piece if stream else None)
         if texts is None:
             _run_interactive(generator.generate)
+            return
+        if stream:
+            _stream(generator, texts)
             return
         completions = generator.generate(texts)
     if is_rank0():
         _report(completions, options.genfile or options.sample_output_file, report)
 
 
-def generation_settings(options: GenerateConfig, *, unconditional: bool) -> GenerationSettings:
-    """Sampling and length settings from the options.
+def _check_stream(options: GenerateConfig, report: Format, settings: GenerationSettings) -> None:
+    """Refuse what has no order of text, or no text.
+
+    Raises:
+        UsageError: ``--stream`` is given with such an option.
+    """
+    excluded = {
+        "--format json": report is Format.JSON,
+        "--genfile": bool(options.genfile or options.sample_output_file),
+        "--interactive": options.interactive,
+        "--num-samples": settings.num_samples > 1,
+        "--exit-threshold or --exit-key-values": settings.exits is not None,
+        "several processes": world_size() > 1,
+    }
+    for flag in [flag for flag, is_given in excluded.items() if is_given]:
+        raise UsageError(f"--stream: cannot be combined with {flag}; remove one")
+
+
+def _write_piece(text: str) -> None:
+    """Write a piece of text at once: ``emit`` ends a line."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _stream(generator: TextGenerator, texts: Sequence[str]) -> None:
+    """Generate prompt by prompt, and print each with its continuation while it grows."""
+    for number, text in enumerate(texts):
+        _write_piece(("---\n" if number else "") + text)
+        (done,) = generator.generate([text])
+        if generator.stream is not None:
+            generator.stream.finish(done.completion)
+        _write_piece("\n")
+
+
+def generation_settings(
+    options: GenerateConfig, *, unconditional: bool, stops: Sequence[str] | None = None
+) -> GenerationSettings:
+    """Sampling and length settings from the options; ``stops`` are those of ``--stop``.
 
     Raises:
         UsageError: several samples with greedy decoding, or early exits with sampling or recomputation.
@@ -106,7 +154,7 @@ def generation_settings(options: GenerateConfig, *, unconditional: bool) -> Gene
         out_seq_length=options.out_seq_length,
         sampling=sampling,
         seed=options.seed,
-        stop=options.stop_token,
+        stops=tuple(text for text in (*(stops or ()), options.stop_token) if text),
         num_samples=samples,
         batch_size=options.batch_size,
         recompute=options.recompute,

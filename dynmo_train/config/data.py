@@ -76,6 +76,12 @@ class DataConfig:
         "Attend within documents only, which end with the end-of-document token (gpt, llama).", default=False
     )
     eod_mask_loss: bool = option("Exclude end-of-document inputs from the loss (gpt, llama).", default=False)
+    sft: bool = option(
+        "Train on conversations of dynmo-prep binarize-chat: loss on the assistant's tokens (gpt, llama).",
+        default=False,
+        common=True,
+    )
+    sft_packing: bool = option("Several conversations per sample of --sft; else one, and padding.", default=True)
     split: str = option("Weights of the training, validation and test splits.", default="969,30,1", common=True)
     data_impl: DataImpl = option("Dataset implementation; must match the file.", default="infer")
     sample_order: SampleOrder = option(
@@ -142,7 +148,22 @@ class DataConfig:
     @property
     def packs_documents(self) -> bool:
         """Whether the model reads where documents begin."""
-        return self.reset_position_ids or self.reset_attention_mask
+        return self.resets_positions or self.resets_attention
+
+    @property
+    def resets_positions(self) -> bool:
+        """Whether positions restart with each document or conversation."""
+        return self.reset_position_ids or (self.sft and self.sft_packing)
+
+    @property
+    def resets_attention(self) -> bool:
+        """Whether a token attends to its own document or conversation only."""
+        return self.reset_attention_mask or (self.sft and self.sft_packing)
+
+    @property
+    def masks_loss(self) -> bool:
+        """Whether the loss counts some tokens only."""
+        return self.eod_mask_loss or self.sft
 
     @property
     def name(self) -> str:

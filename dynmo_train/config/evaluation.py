@@ -201,7 +201,7 @@ class GenerateConfig:
     )
     top_k: int = option("Sample from the k most likely tokens; 0: all.", default=0, minimum=0, common=True)
     top_p: float | None = option("Nucleus sampling probability; none: 1.", default=None, common=True)
-    stop_token: str | None = option("Text that ends a continuation; not part of the output.", default=None)
+    stop_token: str | None = option("Alias of --stop, for one text.", default=None)
     seed: int = option("Random seed of sampling.", default=1234, minimum=0, common=True)
     batch_size: int = option("Batch size in sequences.", default=8, minimum=1, common=True)
     recompute: bool = option("Recompute the whole sequence for each token, without a KV cache.", default=False)

@@ -51,7 +51,7 @@ CORE_TECHNIQUES: Mapping[str, str] = {
     "token_selection": "dynmo_train.models.technique_blocks:TECHNIQUE",
 }
 # Techniques whose file has their options as well: name of the TOML table -> ``TechniqueSpec``.
-TECHNIQUES: Mapping[str, str] = {}
+TECHNIQUES: Mapping[str, str] = {"lora": "dynmo_train.dynamics.lora:TECHNIQUE"}
 FAMILIES: Mapping[str, str] = {
     "gpt": "dynmo_train.models.gpt:FAMILY",
     "llama": "dynmo_train.models.llama:FAMILY",

@@ -73,12 +73,7 @@ class GptDataset:
         sequence_BT = index.pieces[piece_BT]
         after_BT = source.starts[sequence_BT] + source.lengths[sequence_BT]
         tokens_BT: Int64Array = source.tokens[after_BT - (index.ends[piece_BT] - stream_BT)].astype(np.int64)
-        if tokens_BT.size and not (tokens_BT.min() >= 0 and tokens_BT.max() < self.vocab_size):
-            bad = tokens_BT.max() if tokens_BT.max() >= self.vocab_size else tokens_BT.min()
-            raise TokenError(
-                f"{source.prefix}.bin contains the token id {bad}; the vocabulary has the ids 0 to"
-                f" {self.vocab_size - 1}: give the --tokenizer-model or --vocab-size that the data was made with"
-            )
+        check_ids(tokens_BT, source.prefix, self.vocab_size)
         return tokens_BT
 
     def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
@@ -98,6 +93,25 @@ class GptDataset:
                 ranges.append({"prefix": str(source.prefix), "sequences": [sequence, sequence + 1], "tokens": tokens})
             begin, piece = max(begin, until), piece + 1
         return ranges
+
+
+def check_ids(ids: Int64Array, prefix: str, vocab_size: int) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Args:
+        ids: token ids of any shape.
+        prefix: the data set.
+        vocab_size: upper bound of the ids.
+
+    Raises:
+        TokenError: an id is not in the vocabulary.
+    """
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+        bad = ids.max() if ids.max() >= vocab_size else ids.min()
+        raise TokenError(
+            f"{prefix}.bin contains the token id {bad}; the vocabulary has the ids 0 to"
+            f" {vocab_size - 1}: give the --tokenizer-model or --vocab-size that the data was made with"
+        )
 
 
 def build_gpt_dataset(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..config import Config
-from . import bert_dataset, gpt_dataset, ict_dataset, t5_dataset
+from . import bert_dataset, chat_dataset, gpt_dataset, ict_dataset, t5_dataset
 from .sample_format import SampleFormat
 
 FORMATS: Mapping[str, SampleFormat] = {
@@ -24,7 +24,9 @@ FORMATS: Mapping[str, SampleFormat] = {
 
 
 def sample_format(config: Config) -> SampleFormat:
-    """The sample format of a run's model family."""
+    """The sample format of a run's model family, or of conversations with ``--sft``."""
+    if config.data.sft:
+        return chat_dataset.FORMAT
     return FORMATS[config.model.base_family]
 
 

@@ -106,6 +106,11 @@ class Tokenizer:
         """Token ids of ``text``, without special tokens."""
         return self.to_ids(text)
 
+    def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """Those of ``texts`` that are one special token each, which decoding leaves out, and their ids."""
+        vocabulary = self.vocabulary() if texts else {}
+        return {text: vocabulary[text] for text in texts if text in vocabulary and not self.to_text([vocabulary[text]])}
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, without special tokens."""
         return self.to_text(list(ids))

@@ -48,6 +48,8 @@ from ..models.layer_list import (
     output_of,
     parameters_of,
 )
+from ..models.lora import FIELD as LORA
+from ..models.lora import merge_adapters
 from ..models.multi_token import PREDICTION
 from ..models.sparse_formats import BUILT_IN, SparseTable
 from ..optim.item_sharding import ItemBuilder, ItemSharding
@@ -231,9 +233,15 @@ def check_layout(source: ModelCheckpoint, partition: Partition, dims: ParallelDi
         dims: parallel sizes.
 
     Raises:
-        UsageError: a width is not a multiple of the tensor-parallel size, or there are more pipeline ranks than items.
+        UsageError: a width is not a multiple of the tensor-parallel size, there are more pipeline ranks than items, or
+            the model has adapters, which are not sharded.
     """
     model = source.model
+    if dims.tensor > 1 and LORA in model:
+        raise UsageError(
+            f"--tensor-model-parallel-size {dims.tensor}: the model of {source.directory} has adapters; give 1, or"
+            " merge them with dynmo-train export-adapter --merge"
+        )
     sizes = {
         "attention heads": model["num_attention_heads"],
         "key-value heads": model.get("num_key_value_heads", model["num_attention_heads"]),
@@ -272,6 +280,8 @@ class _ItemLoader:
         # ``assign``: parameters on the meta device have no memory to copy to, and tied weights must stay one tensor.
         module.load_state_dict(weights, assign=True)
         module.requires_grad_(False)
+        # One product instead of two, as fast as the model without adapters.
+        merge_adapters(module)
         for name, bias in expert_biases_of(item, module).items():
             # Not ``copy_``: the buffer is on the meta device, too. In float32, as the scores that it is added to.
             router = module.get_submodule(name[len(item) + 1 :].rpartition(".")[0])

@@ -1,7 +1,8 @@
 """Runs lm-evaluation-harness on a trained model with local data, without a network.
 
---load --dynmo-ckpt convert--> Hugging Face directory --+
---task-data --write_task--> local task files -----------+--> lm_eval subprocess --results.json--> HarnessResult
+--load: a Hugging Face directory --transformers------+
+--load: any other --harness_model.py-----------------+
+--task-data --write_task--> local task files --------+--> subprocess --results.json--> HarnessResult
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from typing import Any
 
 from .._common.console import print_message
 from .._common.document import read_any_json
-from .._common.errors import DynmoError, MissingExtraError, UsageError
+from .._common.errors import DynmoError, MissingExtraError
 from ..config.evaluation import HarnessConfig
-from ..launch.find_command import program_path
 from ..parallel.process_groups import check_device
 from ..trainer.checkpoint.load_checkpoint import is_hugging_face
 from .lm_eval_data import find_data, parse_tasks, read_rows, write_task
@@ -70,30 +70,17 @@ def harness_folder() -> Path:
     return Path(found.origin).parent
 
 
-def export(path: Path, folder: Path) -> Path:
-    """Return the model as a Hugging Face directory, converted into ``folder`` by ``dynmo-ckpt`` if needed.
+def model_arguments(task: HarnessConfig) -> tuple[str, ...]:
+    """The Python module that runs the harness, and its options of the model.
 
-    Args:
-        path: a checkpoint, or already a Hugging Face directory.
-        folder: directory for the conversion.
-
-    Raises:
-        UsageError: ``dynmo-ckpt`` is not installed, or it cannot convert the checkpoint.
+    A Hugging Face directory is read by transformers, as by the harness itself. Any other model runs in the engine of
+    ``generate``, whatever its family.
     """
+    path = Path(task.load)
     if is_hugging_face(path):
-        return path
-    program = program_path("dynmo-ckpt")
-    if program is None:
-        raise UsageError(
-            "dynmo-ckpt, which exports the model, is not installed; run: pip install 'dynmo-toolkit[ckpt]'"
-        )
-    target = folder / "hf"
-    command = [program, "convert", str(path), str(target), "--to", "hf"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        message = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
-        raise UsageError(f"{path}: dynmo-ckpt cannot export it: {message}")
-    return target
+        return ("lm_eval", "--model", "hf", "--model_args", f"pretrained={path},dtype={task.dtype}")
+    module = f"{__package__}.harness_model"
+    return (module, "--model", "dynmo", "--model_args", f"load={path.absolute()},dtype={task.dtype}")
 
 
 def run_harness(task: HarnessConfig) -> HarnessResult:
@@ -103,7 +90,7 @@ def run_harness(task: HarnessConfig) -> HarnessResult:
         task: the model, the tasks and their data.
 
     Raises:
-        UsageError: a task is unknown, its data is missing or not in its format, or the checkpoint cannot be exported.
+        UsageError: a task is unknown, or its data is missing or not in its format.
         HarnessError: the harness failed; the message has the end of its stderr.
     """
     check_device(task.device)
@@ -112,19 +99,19 @@ def run_harness(task: HarnessConfig) -> HarnessResult:
     rows = {name: read_rows(name, find_data(name, data)) for name in names}
     with tempfile.TemporaryDirectory(prefix="dynmo-harness-") as work:
         folder = Path(work)
-        model = export(Path(task.load), folder)
         local = [write_task(name, rows[name], folder, harness / "tasks") for name in names]
+        module, *model = model_arguments(task)
         command = [
-            *(sys.executable, "-m", "lm_eval"),
+            *(sys.executable, "-m", module),
             # Newer releases of the harness have subcommands.
             *(("run",) if (harness / "_cli").is_dir() else ()),
-            *("--model", "hf", "--model_args", f"pretrained={model},dtype={task.dtype}"),
+            *model,
             *("--tasks", ",".join(local), "--include_path", str(folder)),
             *("--device", task.device, "--batch_size", str(task.batch_size)),
             *("--output_path", str(folder / "out")),
             *(("--limit", str(task.limit)) if task.limit is not None else ()),
         ]
-        print_message(f"lm-evaluation-harness: {', '.join(names)} on {model}")
+        print_message(f"lm-evaluation-harness: {', '.join(names)} on {task.load}")
         environment = os.environ | OFFLINE | {"HF_HOME": str(folder / "cache")}
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=environment

@@ -33,7 +33,7 @@ from .token_generator import (
 class Completion:
     """A continued prompt.
 
-    ``finish_reason`` is ``end`` (end-of-document token), ``stop`` (``--stop-token``), ``length``, ``positions`` (the
+    ``finish_reason`` is ``end`` (end token), ``stop`` (text of ``--stop``), ``length``, ``positions`` (the
     model's positions are used up) or ``error`` (the prompt cannot be continued; ``error`` has the reason). ``exits``
     are there where early exits were requested.
     """
@@ -71,7 +71,7 @@ class GenerationSettings:
         sampling: how tokens are drawn.
         seed: seed of the draws.
         out_seq_length: limit of the tokens of prompt and continuation together, None for unlimited.
-        stop: text that ends a continuation, anywhere in its decoded text.
+        stops: texts that end a continuation, anywhere in its decoded text, and special tokens that end it.
         num_samples: continuations per prompt.
         batch_size: sequences per batch.
         recompute: read the whole sequence for every token instead of caching keys and values.
@@ -82,7 +82,7 @@ class GenerationSettings:
     sampling: Sampling
     seed: int
     out_seq_length: int | None = None
-    stop: str | None = None
+    stops: tuple[str, ...] = ()
     num_samples: int = 1
     batch_size: int = 8
     recompute: bool = False
@@ -97,20 +97,33 @@ class TextGenerator:
         settings: how to continue prompts.
         world: the process groups.
         model_flags: the model's shape as the command line states it.
+        write: receives the text of continuations as it is generated; see ``TextStream``.
 
     Raises:
         UsageError: the sampling values, the checkpoint or the tokenizer cannot be used.
     """
 
     def __init__(
-        self, inference: InferenceConfig, settings: GenerationSettings, world: World, model_flags: Mapping[str, Any]
+        self,
+        inference: InferenceConfig,
+        settings: GenerationSettings,
+        world: World,
+        model_flags: Mapping[str, Any],
+        write: Callable[[str], None] | None = None,
     ) -> None:
         run_on_all_ranks(world, settings.sampling.check)
         source = open_causal_model(inference, world, model_flags)
         self.world, self.settings = world, settings
         self.tokenizer: Tokenizer = run_on_all_ranks(world, lambda: model_tokenizer(source, inference))
         self.positions = int(source.model["max_position_embeddings"])
-        stop_condition = StopCondition(eod=self.tokenizer.eod, stop=settings.stop or "", decode=self.tokenizer.decode)
+        special = self.tokenizer.special_ids(settings.stops)
+        stop_condition = StopCondition(
+            eod=self.tokenizer.eod,
+            stops=tuple(stop for stop in settings.stops if stop not in special),
+            decode=self.tokenizer.decode,
+            end_ids=frozenset(special.values()),
+        )
+        self.stream = None if write is None else TextStream(stop_condition, write)
         self._generator: TokenGenerator | ExitGenerator
         if settings.exits is not None:
             self._generator = ExitGenerator(source, inference, settings.exits, world, stop_condition)
@@ -121,6 +134,7 @@ class TextGenerator:
             sampling=settings.sampling,
             stop_condition=stop_condition,
             recompute=settings.recompute,
+            on_token=None if self.stream is None else self.stream.add,
         )
 
     def generate(self, prompts: Sequence[str]) -> list[Completion]:
@@ -212,6 +226,47 @@ class TextGenerator:
         return GenerationRequest(ids=tuple(ids), max_new_tokens=max_new_tokens, seed=seed)
 
 
+class TextStream:
+    """Writes the text of one continuation after another while its tokens are generated.
+
+    What may still change is held back: characters of incomplete UTF-8, and an end that may become a stop text.
+
+    Args:
+        stop_condition: the stop texts, and how tokens are decoded.
+        write: receives pieces of text.
+    """
+
+    def __init__(self, stop_condition: StopCondition, write: Callable[[str], None]) -> None:
+        self._stops, self._decode = stop_condition.stops, stop_condition.decode
+        self._write, self._written = write, ""
+
+    def add(self, request: GenerationRequest, new: Sequence[int]) -> None:
+        """Write the part of the text of ``request`` and its tokens ``new`` that is certain."""
+        if self._decode is None:
+            return
+        text = decode_continuation(self._decode, request.ids, new)
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        text = text[: min(found)] if found else text[: len(text) - self._open_end(text)]
+        self._continue(text)
+
+    def finish(self, completion: str) -> None:
+        """Write the rest of a completion, and begin with the next one."""
+        self._continue(completion)
+        self._written = ""
+
+    def _continue(self, text: str) -> None:
+        # A decoder may change earlier characters, such as spaces: they are written already.
+        if text.startswith(self._written) and len(text) > len(self._written):
+            self._write(text[len(self._written) :])
+            self._written = text
+
+    def _open_end(self, text: str) -> int:
+        """Characters at the end of ``text`` that the next tokens may complete or turn into a stop text."""
+        incomplete = len(text) - len(text.rstrip("\ufffd"))
+        begun = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        return max(incomplete, max(begun, default=0))
+
+
 def build_completion(
     prompt: str,
     request: GenerationRequest,
@@ -233,7 +288,7 @@ def build_completion(
     ids, reason = generated.ids, generated.finish_reason
     text = decode_continuation(decode, request.ids, ids)
     if reason == "stop":
-        text = text[: text.find(settings.stop or "")]
+        text = text[: min(at for stop in settings.stops if (at := text.find(stop)) >= 0)]
         # The stop text may begin within a token; count the tokens that the text still needs.
         while len(ids) and decode_continuation(decode, request.ids, ids[:-1]).startswith(text):
             ids = ids[:-1]

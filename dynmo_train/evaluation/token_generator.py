@@ -75,7 +75,7 @@ class ExitCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTokens:
-    """New token ids without the end-of-document token; ``finish_reason`` is ``end``, ``stop`` or ``length``."""
+    """New token ids without the end token; ``finish_reason`` is ``end``, ``stop`` or ``length``."""
 
     ids: tuple[int, ...]
     finish_reason: str
@@ -84,20 +84,22 @@ class GeneratedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class StopCondition:
-    """Ends a sequence at the end-of-document token, or at a text in the decoded new tokens.
+    """Ends a sequence at an end token, or at one of several texts in the decoded new tokens.
 
-    The text cannot be compared as token ids: its tokenization depends on what precedes it, and it may begin and end
+    A text cannot be compared as token ids: its tokenization depends on what precedes it, and it may begin and end
     within tokens.
 
     Attributes:
         eod: id of the end-of-document token, or None.
-        stop: the text; empty disables it.
-        decode: token ids to text; required with ``stop``.
+        stops: the texts, none of them empty.
+        decode: token ids to text; required with ``stops``.
+        end_ids: ids of further end tokens, such as that of the end of a turn.
     """
 
     eod: int | None
-    stop: str = ""
+    stops: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
+    end_ids: frozenset[int] = frozenset()
 
     def finish_reason(self, prompt: Sequence[int], new: Sequence[int], max_new_tokens: int) -> str | None:
         """Why a sequence ends after these new tokens; None where it continues.
@@ -107,15 +109,16 @@ class StopCondition:
             new: token ids generated so far.
             max_new_tokens: limit of new tokens.
         """
-        if new and new[-1] == self.eod:
+        if new and (new[-1] == self.eod or new[-1] in self.end_ids):
             return "end"
-        if self.stop and self.decode is not None and new:
+        if self.stops and self.decode is not None and new:
             # Checked after each token, so a match ends in the last token. The window covers the text even where every
             # token is one byte of a character of four bytes.
-            window = _CONTEXT_TOKENS + 4 * len(self.stop)
+            window = _CONTEXT_TOKENS + 4 * max(map(len, self.stops))
             tail = new[-window:]
             before = new[: len(new) - len(tail)][-_CONTEXT_TOKENS:] or prompt[-_CONTEXT_TOKENS:]
-            if self.stop in decode_continuation(self.decode, before, tail):
+            text = decode_continuation(self.decode, before, tail)
+            if any(stop in text for stop in self.stops):
                 return "stop"
         return "length" if len(new) >= max_new_tokens else None
 
@@ -160,6 +163,7 @@ class TokenGenerator:
         sampling: how tokens are drawn.
         stop_condition: what ends a sequence.
         recompute: read the whole sequence for every token instead of caching keys and values.
+        on_token: called after each new token of a sequence, with its request and all its new tokens.
     """
 
     def __init__(
@@ -170,8 +174,10 @@ class TokenGenerator:
         sampling: Sampling,
         stop_condition: StopCondition,
         recompute: bool = False,
+        on_token: Callable[[GenerationRequest, Sequence[int]], None] | None = None,
     ) -> None:
         self.engine, self.sampling, self.stop_condition, self.recompute = engine, sampling, stop_condition, recompute
+        self._on_token = on_token
         self.decoder = Decoder(engine.family, engine.modules, max_tokens, engine.items)
         if engine.world.device.type == "cpu":
             for module in self.decoder.modules.values():
@@ -257,6 +263,9 @@ class TokenGenerator:
                 batch.reasons[row] = self.stop_condition.finish_reason(
                     request.ids, batch.new[row], request.max_new_tokens
                 )
+                if self._on_token is not None:
+                    ends = batch.reasons[row] == "end"
+                    self._on_token(request, batch.new[row][: len(batch.new[row]) - ends])
         batch.ids_BT = torch.cat([batch.ids_BT, drawn_B[:, None]], dim=1) if self.recompute else drawn_B[:, None]
 
 

@@ -175,6 +175,7 @@ class PrunableLinear(nn.Module):
         self._operand: SparseOperand | None = None
         self.overlap: TensorRegion | None = None  # whose collectives overlap with the product
         self.float8: Product | None = None  # of input and weight; set by ``float8``
+        self.adapter: nn.Module | None = None  # adds to the output; set by ``lora``
         self._handle: torch.Tensor | None = None
 
     @property
@@ -186,8 +187,8 @@ class PrunableLinear(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the product is ``F.linear`` with the full weight, pruned or not."""
-        return self.form == DENSE and self.rows is None and self.columns is None
+        """Whether the product is ``F.linear`` with the full weight alone, pruned or not."""
+        return self.form == DENSE and self.rows is None and self.columns is None and self.adapter is None
 
     def set_mask(self, mask_OI: torch.Tensor, table: SparseTable) -> None:
         """Set the mask and choose the format of the product.
@@ -268,6 +269,10 @@ class PrunableLinear(nn.Module):
         return self._product(x, self.bias)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = self._weight_product(x, bias)
+        return y if self.adapter is None else y + self.adapter(x)
+
+    def _weight_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.rows is not None or self.columns is not None:
             return self._narrow(x, bias)
         # An expert may have no token; the sparse products are not called with empty inputs.

@@ -27,6 +27,17 @@ def reference(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if name == "gpt2-124m":
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    elif name == "llama-125m":
+        config = transformers.LlamaConfig(
+            vocab_size=32000,
+            hidden_size=768,
+            intermediate_size=2048,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            max_position_embeddings=1024,
+        )
+        model = transformers.LlamaForCausalLM(config)
     else:
         config = transformers.LlamaConfig(
             vocab_size=32000,
@@ -73,7 +84,7 @@ def ours(model: torch.nn.Module, folder: Path, new: int):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="gpt2-124m", choices=("gpt2-124m", "llama-small"))
+    parser.add_argument("--model", default="gpt2-124m", choices=("gpt2-124m", "llama-125m", "llama-small"))
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)

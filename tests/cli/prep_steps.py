@@ -28,6 +28,12 @@ DUMP = "".join(
     for n in range(1, 20)
 )
 
+ROLES = ("user", "assistant")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[' + m.content + ']' }}{% else %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+
 STEPS = {
     "merge": ("{in}/in.jsonl", "-o", "out.jsonl.zst"),
     "add-id": ("{in}/in.jsonl", "-o", "out.jsonl", "--id-prefix", "x"),
@@ -44,6 +50,9 @@ STEPS = {
     "split-sentences": ("{in}/in.jsonl", "-o", "out.jsonl"),
     "train-tokenizer": ("{in}/in.jsonl", "-o", "tokenizer.json", "--vocab-size", "280"),
     "binarize": ("{in}/in.jsonl", "-o", "data", "--tokenizer", "{in}/tokenizer.json", "--append-eod"),
+    "binarize-chat": (
+        "{in}/chat.jsonl", "-o", "chat", "--tokenizer", "{in}/tokenizer.json", "--chat-template", "{in}/chat.jinja",
+    ),
     "extract-wiki": ("{in}/dump.xml", "-o", "out.jsonl"),
     "blacklist-urls": ("{in}/urls.txt", "-o", "kept.txt", "--save-dropped", "dropped.txt"),
     "fetch-urls": ("{in}/pages.txt", "-o", "pages.jsonl", "--delay-s", "0", "--allow-host", "127.0.0.1"),
@@ -59,6 +68,11 @@ def write_inputs(folder):
     rows = [{"url": f"u{n}", "text": text} for n, text in enumerate([*texts, texts[3], texts[7] + " ", "Short."])]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "task.jsonl").write_text(json.dumps({"text": " ".join(texts[5].split()[20:40])}) + "\n")
+    chats = [
+        [{"role": role, "content": text} for role, text in zip(ROLES, texts[n : n + 2], strict=True)] for n in range(30)
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (folder / "chat.jinja").write_text(TEMPLATE)
     (folder / "dump.xml").write_text(f"<mediawiki><siteinfo><base>http://w.org/w</base></siteinfo>{DUMP}</mediawiki>")
     (folder / "urls.txt").write_text("".join(f"http://site{n % 30}.org/{n}\n" for n in range(60)) + "http://a/b.jpg\n")
 

@@ -60,7 +60,7 @@ def write_data(prefix: Path) -> Path:
     return prefix
 
 
-def arguments(data: Path | None, run: Path, *extra: str, **options: str | None) -> list[str]:
+def arguments(data: Path | None, run: Path, *extra: str, family: str = "gpt", **options: str | None) -> list[str]:
     """The arguments of a run; ``options`` override ``OPTIONS``, underscores for dashes; None leaves one out.
 
     Without ``data`` the run has no --data-path, and prunes nothing.
@@ -68,7 +68,7 @@ def arguments(data: Path | None, run: Path, *extra: str, **options: str | None) 
     merged = OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
     flags = [part for name, value in merged.items() if value is not None for part in (f"--{name}", value)]
     given = [] if data is None else ["--data-path", str(data), "--sparsify"]
-    return ["pretrain", "gpt", "--run-dir", str(run), *given, *flags, *extra]
+    return ["pretrain", family, "--run-dir", str(run), *given, *flags, *extra]
 
 
 def command(data: Path, run: Path, workers: int, *extra: str, **options: str) -> list[str]:

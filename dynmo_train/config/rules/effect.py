@@ -172,6 +172,14 @@ EFFECTS: tuple[EffectRule, ...] = (
         when=lambda c: c.data.hf_dataset is None,
         without="with --hf-dataset",
     ),
+    EffectRule(options=("sft_packing",), when=lambda c: c.data.sft, without="without --sft", refuse=True),
+    EffectRule(options=("sample_order", "data_cache_path"), when=lambda c: not c.data.sft, without="with --sft"),
+    EffectRule(
+        options=("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+        when=lambda c: not c.data.sft,
+        without="with --sft, whose samples state where conversations begin and what is learned",
+        refuse=True,
+    ),
     EffectRule(
         options=("zero_gradient_sync",), when=lambda c: c.parallel.zero_stage > 0, without="without --zero-stage"
     ),

@@ -57,6 +57,7 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "reset_attention_mask": ("gpt", "llama"),
     "eod_mask_loss": ("gpt", "llama"),
     **{spec.name: DECODERS for spec in fields(LayerOptions)},
+    "sft": ("gpt", "llama"),
     **{spec.name: ("ict",) for spec in fields(IctConfig)},
 }
 POSITION_TYPES = {

@@ -141,7 +141,11 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
 def _packing(config: Config, _world_size: int) -> Iterator[Problem]:
     """Techniques that select tokens do not read where documents begin, and have no sliding windows."""
     data = config.data
-    flags = {"--reset-position-ids": data.reset_position_ids, "--reset-attention-mask": data.reset_attention_mask}
+    flags = {
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+        "--sft": data.sft and data.sft_packing,
+    }
     given = [flag for flag, on in flags.items() if on]
     techniques = {
         "--mod-capacity": config.depth.mod_capacity is not None,
@@ -153,10 +157,9 @@ def _packing(config: Config, _world_size: int) -> Iterator[Problem]:
             yield unsupported(given[0], f"is given with {technique}; remove one")
         if config.model.attention_window is not None:
             yield unsupported("--attention-window", f"is given with {technique}; remove one")
-        if data.eod_mask_loss and technique == "--early-exit-layers":
-            yield unsupported(
-                "--eod-mask-loss", f"is given with {technique}, whose exits count every token; remove one"
-            )
+        if data.masks_loss and technique == "--early-exit-layers":
+            flag = "--sft" if data.sft else "--eod-mask-loss"
+            yield unsupported(flag, f"is given with {technique}, whose exits count every token; remove one")
 
 
 def _balance(config: Config, _world_size: int) -> Iterator[Problem]:

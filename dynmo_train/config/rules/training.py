@@ -175,10 +175,24 @@ def _data(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--split", f"is {data.split!r}; the weight of the training split must be above 0")
     if data.hf_dataset is not None:
         yield from _stream(config)
+    if data.sft:
+        yield from _conversations(config)
     if data.tokenizer_type == "NullTokenizer" and (data.tokenizer_model or data.vocab_file or data.merge_file):
         yield conflict(
             "--tokenizer-type", "NullTokenizer reads no files; remove --tokenizer-model, --vocab-file and --merge-file"
         )
+
+
+def _conversations(config: Config) -> Iterator[Problem]:
+    """Rules over ``--sft``."""
+    data = config.data
+    for flag, is_given in (("--hf-dataset", data.hf_dataset is not None), ("--mock-data", data.mock_data)):
+        if is_given:
+            yield conflict(
+                "--sft", f"reads a data set of dynmo-prep binarize-chat; give it as --data-path instead of {flag}"
+            )
+    if config.curriculum is not None:
+        yield unsupported("--sft", "is given with --curriculum-shortest, which cuts samples; remove one")
 
 
 def _stream(config: Config) -> Iterator[Problem]:

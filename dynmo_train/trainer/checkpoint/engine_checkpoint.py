@@ -46,6 +46,8 @@ from ...formats.checkpoint import (
 )
 from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, expert_biases_of, masks_of, parameters_of, vocabulary_rows
+from ...models.lora import FIELD as LORA
+from ...models.lora import is_adapter
 from ...models.registry import CAUSAL, family_of_manifest
 from ...models.sharding import whole_shape
 from ...models.vocabulary_family import stored_ties
@@ -510,6 +512,9 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
     """
     stored, expected = checkpoint.manifest["model"], family.manifest()
     resumes = resumes and checkpoint.manifest.get("optimizer") is not None
+    if not resumes and LORA not in stored:
+        # Adapters start from their initial values on any model.
+        expected = {key: value for key, value in expected.items() if key != LORA}
     differences = [
         f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
         for key, value in expected.items()
@@ -528,6 +533,11 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
             and key not in RECORDS
             and (resumes or key not in TRAINING_KEYS)
         ]
+    if LORA in stored and LORA not in expected:
+        differences.append(
+            f"it has adapters of rank {stored[LORA]['rank']}, and this run has none: give --lora-rank, or merge them"
+            " with dynmo-train export-adapter --merge"
+        )
     if differences:
         raise CheckpointError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(differences)}")
 
@@ -576,7 +586,9 @@ def state_reader(
     def read(item: str) -> ItemState:
         module = store.blueprint(item)
         parameters = parameters_of(item, module)
-        names = list(parameters)
+        # A run that starts from a model without adapters has their initial values.
+        fresh = [name for name in parameters if is_adapter(name) and not checkpoint.has(name)]
+        names = [name for name in parameters if name not in fresh]
         to_load = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
         to_load += expert_biases_of(item, module)
         to_load += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
@@ -590,6 +602,9 @@ def state_reader(
             for name in to_load
             for stored in (stored_as(name),)
         }
+        if fresh:
+            initial = parameters_of(item, store.builder.build(item))
+            tensors |= {name: initial[name].detach().to(device) for name in fresh}
         for name in (name for name in memories if is_memory(item, name)):
             tensors[name] = checkpoint.load([name])[name][rank : rank + 1].clone().to(device)
         return ItemState(tensors=tensors, steps=trained)

@@ -147,10 +147,12 @@ def _on_fake_tensors(
     used: dict[str, torch.Tensor] = {}
     others: list[torch.Tensor] = []  # keeps references, so that no new storage has their address
     for name, parameter in module.train().named_parameters():
-        master = torch.empty(parameter.shape, device="cpu", requires_grad=True)
-        # As from the second microbatch: gradients exist and are accumulated.
-        master.grad = torch.empty_like(master)
-        others += [master, master.grad]
+        master = torch.empty(parameter.shape, device="cpu", requires_grad=parameter.requires_grad)
+        others.append(master)
+        if parameter.requires_grad:
+            # As from the second microbatch: gradients exist and are accumulated.
+            master.grad = torch.empty_like(master)
+            others.append(master.grad)
         used[name] = master
         if boundary.dtype != torch.float32:
             copy = torch.empty(parameter.shape, dtype=boundary.dtype, device="cpu")
@@ -173,8 +175,9 @@ def _on_fake_tensors(
         saved, forward = live.current, live.peak
         live.peak = live.current
         try:
-            # The gradient of the output is from the next item.
-            result.backward(torch.ones_like(result))
+            # The gradient of the output is from the next item. The front of a model with adapters has none.
+            if result.requires_grad:
+                result.backward(torch.ones_like(result))
         except DataDependentOutputException:
             # The chunked loss computed its gradients in the forward; the backward only returns them.
             live.peak = max(live.peak, saved)

@@ -166,7 +166,7 @@ def _deferred_gradient_bytes(
     tokens //= config.parallel.context_parallel_size
     for name in items if _is_by_token(config) else ():
         module = family.build(name, torch.device("meta"))
-        if isinstance(module, Embedding):
+        if isinstance(module, Embedding) and module.word.weight.requires_grad:
             rows, width = module.word.weight.shape
             max_pending = most_pending(rows)
             collected = min(tokens, max_pending) * width * boundary.dtype.itemsize
@@ -211,6 +211,7 @@ class _ParameterCounts:
 
     Attributes:
         total: all parameters.
+        trained: those that have a gradient.
         shared: copies of tied weights that share the memory of their owner on this worker.
         largest: parameters of the largest item.
         state_bytes: optimizer state of all parameters.
@@ -218,6 +219,7 @@ class _ParameterCounts:
     """
 
     total: int
+    trained: int
     shared: int
     largest: int
     state_bytes: int
@@ -258,9 +260,12 @@ def _counts(
             copy = module.get_parameter(copy_name.removeprefix(f"{copy_item}."))
             local_fraction = params[copy_item] / total  # the share of a tensor-parallel rank
             shared += round(copy.numel() * local_fraction)
+            if not copy.requires_grad:
+                continue
             shared_state += round(state_bytes(optimizer, {copy_name: tuple(copy.shape)}) * local_fraction)
     return _ParameterCounts(
         total=sum(params[name] for name in items),
+        trained=sum(infos[name]["gradient_bytes"] for name in items) // FLOAT_BYTES,
         shared=shared,
         largest=max((params[name] for name in items), default=0),
         state_bytes=sum(infos[name]["optimizer_bytes"] for name in items),
@@ -285,7 +290,7 @@ def _model_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCoun
     """Bytes on a device of a worker: parameters with moments and compute copies, and sums of gradients."""
     shards, zero = config.parallel.shard_ranks, config.parallel.zero_stage
     copies = boundary.dtype.itemsize
-    gradients = FLOAT_BYTES * counts.total // _gradient_shards(config)
+    gradients = FLOAT_BYTES * counts.trained // _gradient_shards(config)
     if shards > 1:
         # FSDP2 gathers an item before its forward. Stage 3 frees it afterwards, and the next one may be gathered
         # meanwhile; in the other stages all items stay gathered until the end of the step.

@@ -93,8 +93,10 @@ def describe_items(
     infos: list[ItemInfo] = []
     for index, item in enumerate(family.items):
         module = build(item.name)
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(item.name, module).items()}
-        count = sum(math.prod(shape) for shape in shapes.values())
+        parameters = parameters_of(item.name, module)
+        # Parameters that no step trains, such as those under adapters, have neither gradient nor optimizer state.
+        trained = {name: tuple(each.shape) for name, each in parameters.items() if each.requires_grad}
+        count = sum(each.numel() for each in parameters.values())
         infos.append(
             ItemInfo(
                 name=item.name,
@@ -102,8 +104,8 @@ def describe_items(
                 kind=item.kind,  # type: ignore[arg-type] # kinds of items are those of the format
                 param_count=count,
                 param_bytes=count * parameter_bytes,
-                gradient_bytes=count * FLOAT_BYTES,
-                optimizer_bytes=state_bytes(optimizer, shapes),
+                gradient_bytes=sum(math.prod(shape) for shape in trained.values()) * FLOAT_BYTES,
+                optimizer_bytes=state_bytes(optimizer, trained),
                 boundary_bytes=boundary.num_bytes(live_before(family.items, index + 1)),
                 cut_before=item.cut_before,
                 tied_to=item.tied_to,

@@ -13,11 +13,12 @@ from dynmo_train._common.document import MAX_DOCUMENT_BYTES
 from dynmo_train._common.errors import UsageError
 from dynmo_train.cli.generate import generation_settings, read_prompts
 from dynmo_train.config.evaluation import GenerateConfig
+from dynmo_train.data.tokenizer import Tokenizer
 from dynmo_train.evaluation.forward_engine import ForwardEngine
 from dynmo_train.evaluation.lambada import truncate_left
 from dynmo_train.evaluation.sampling import Sampling, next_token
 from dynmo_train.evaluation.scoring import ScoredSequence
-from dynmo_train.evaluation.text_generator import GenerationSettings, build_completion
+from dynmo_train.evaluation.text_generator import GenerationSettings, TextStream, build_completion
 from dynmo_train.evaluation.token_generator import GeneratedTokens, GenerationRequest, StopCondition, TokenGenerator
 from dynmo_train.launch.hostfile import read_hostfile
 from dynmo_train.models.gpt import Gpt, GptShape
@@ -88,7 +89,7 @@ def complete(prompts, *, max_new_tokens=6, eod=None, stop="", sampling=None, see
         engine_of(family, modules),
         max_tokens=SHAPE.max_position_embeddings,
         sampling=sampling or Sampling(),
-        stop_condition=StopCondition(eod=eod, stop=stop, decode=spell),
+        stop_condition=StopCondition(eod=eod, stops=(stop,) if stop else (), decode=spell),
         recompute=recompute,
     )
     requests = [
@@ -223,13 +224,65 @@ def word_pieces(ids):
 )
 def test_stop_text_across_tokens_is_found_and_removed(stop, text, tokens):
     new, prompt = [3, 0, 1, 2], (4,)
-    condition = StopCondition(eod=None, stop=stop, decode=word_pieces)
+    condition = StopCondition(eod=None, stops=("never", stop), decode=word_pieces)
     count = next((n for n in range(1, 5) if condition.finish_reason(prompt, new[:n], 9) == "stop"), None)
     generated = GeneratedTokens(ids=tuple(new[:count]), finish_reason="stop" if count else "length")
-    settings = GenerationSettings(max_new_tokens=9, sampling=Sampling(), seed=0, stop=stop)
+    settings = GenerationSettings(max_new_tokens=9, sampling=Sampling(), seed=0, stops=("never", stop))
     request = GenerationRequest(ids=prompt, max_new_tokens=9, seed=0)
     done = build_completion("x", request, generated, word_pieces, settings, 99)
     assert (done.completion, done.completion_tokens) == (text, tokens)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [(("there", " he"), " ab"), (("zz", "ab he t"), " "), (("e t", "b h"), " a"), (("zz", "y"), None)],
+)
+def test_first_of_several_stop_texts_ends_the_continuation(stops, text):
+    new, prompt = [3, 0, 1, 2], (4,)
+    condition = StopCondition(eod=None, stops=stops, decode=word_pieces)
+    count = next((n for n in range(1, 5) if condition.finish_reason(prompt, new[:n], 9) == "stop"), None)
+    pieces: list[str] = []
+    stream = TextStream(condition, pieces.append)
+    request = GenerationRequest(ids=prompt, max_new_tokens=9, seed=0)
+    for number in range(1, (count or 4) + 1):
+        stream.add(request, new[:number])
+    generated = GeneratedTokens(ids=tuple(new[:count]), finish_reason="stop" if count else "length")
+    settings = GenerationSettings(max_new_tokens=9, sampling=Sampling(), seed=0, stops=stops)
+    done = build_completion("x", request, generated, word_pieces, settings, 99).completion
+    stream.finish(done)
+    assert done == (" ab he there" if text is None else text)
+    assert "".join(pieces) == done
+    assert len(pieces) > 1 or text is not None
+
+
+def test_stream_holds_back_incomplete_characters_and_begun_stop_texts():
+    texts = {1: "a", 2: "a\ufffd", 3: "aß<", 4: "aß<e", 5: "aß<ex"}
+    condition = StopCondition(eod=None, stops=("<end>",), decode=lambda ids: texts.get(len(ids), ""))
+    pieces: list[str] = []
+    stream = TextStream(condition, pieces.append)
+    request = GenerationRequest(ids=(), max_new_tokens=9, seed=0)
+    grown = []
+    for number in range(1, 6):
+        stream.add(request, list(range(number)))
+        grown.append("".join(pieces))
+    assert grown == ["a", "a", "aß", "aß", "aß<ex"]
+
+
+def test_special_token_as_stop_ends_by_its_id():
+    vocabulary = {"a": 0, "<|im_end|>": 1}
+    decode = {0: "a", 1: ""}
+    tokenizer = Tokenizer(
+        to_ids=lambda _: [0],
+        to_text=lambda ids: "".join(decode[number] for number in ids),
+        vocab_size=2,
+        eod=None,
+        vocabulary=lambda: vocabulary,
+    )
+    special = tokenizer.special_ids(("<|im_end|>", "a", "b"))
+    assert special == {"<|im_end|>": 1}
+    condition = StopCondition(eod=None, end_ids=frozenset(special.values()))
+    assert condition.finish_reason((0,), [0, 1], 9) == "end"
+    assert condition.finish_reason((0,), [0, 0], 9) is None
 
 
 def test_long_passage_is_truncated_on_the_left():

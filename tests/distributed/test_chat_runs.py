@@ -1,0 +1,90 @@
+"""Runs on conversations (``--sft``): the same bits on any placement and after a resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dynmo_tools import cli
+from tests.chat_templates import CHATML, write_tokenizer
+from tests.distributed.whole_runs import figures, tensors, train
+
+pytest.importorskip("jinja2")
+pytest.importorskip("tokenizers")
+WORDS = ["red", "green", "blue", "one", "two", "three", "four"]
+OPTIONS = {
+    "train_iters": "10",
+    "eval_interval": "5",
+    "vocab_size": "420",
+    "seq_length": "96",
+    "global_batch_size": "8",
+    "pruning_start_iter": None,
+    "pruning_end_iter": None,
+    "pruning_freq": None,
+    "freeze_schedule": None,
+    "rebalance_interval": None,
+}
+
+
+def rows():
+    for number in range(160):
+        words = [WORDS[(number + at) % 7] for at in range(1 + number % 9)]
+        yield {
+            "messages": [
+                {"role": "user", "content": " ".join(words)},
+                {"role": "assistant", "content": " ".join(reversed(words))},
+            ]
+        }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = write_tokenizer(tmp_path_factory.mktemp("chat"), "chatml", CHATML)
+    lines = [json.dumps(row) + "\n" for row in rows()]
+    lines += [json.dumps({"messages": [{"role": "user", "content": "?"}]}) + "\n", '{"text": "x"}\n']
+    (folder / "chat.jsonl").write_text("".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        words = ["dynmo-prep", "binarize-chat", str(folder / "chat.jsonl"), "-o", str(folder / "data")]
+        patch.setattr("sys.argv", [*words, "--tokenizer", str(folder)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert stop.value.code == 3  # a line without a conversation
+    return folder / "data_chat_document"
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("sft") / "one"
+    text = train(None, run, 1, "--sft", "--data-path", str(data), **OPTIONS)
+    assert "conversations in" in text
+    return run
+
+
+def test_conversations_are_learned(whole):
+    losses = [loss for _, (loss, _) in sorted(figures(whole).items())]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_run_on_conversations_has_the_same_bits_on_two_stages(data, whole, tmp_path):
+    layout = {"pipeline_model_parallel_size": "2", "rebalance_interval": "2"}
+    flags = ("--sft", "--data-path", str(data), "--balance", "online", "--balance-lockstep")
+    text = train(None, tmp_path / "two", 2, *flags, **(OPTIONS | layout))
+    assert figures(tmp_path / "two") == figures(whole)
+    assert text.count("conversations in") == 1
+
+
+def test_run_on_conversations_resumes_with_the_same_bits(data, whole, tmp_path):
+    run = tmp_path / "run"
+    train(None, run, 1, "--sft", "--data-path", str(data), **OPTIONS, exit_interval="6")
+    assert max(figures(run)) == 6
+    train(None, run, 1, "--sft", "--data-path", str(data), **OPTIONS, load=str(run))
+    assert figures(run) == figures(whole)
+    assert tensors(run, 10) == tensors(whole, 10)
+
+
+def test_packing_and_mask_change_the_losses(data, whole, tmp_path):
+    train(None, tmp_path / "padded", 1, "--sft", "--no-sft-packing", "--data-path", str(data), **OPTIONS)
+    train(None, tmp_path / "text", 1, "--data-path", str(data), **OPTIONS)
+    assert figures(tmp_path / "padded") != figures(whole)
+    assert figures(tmp_path / "text") != figures(whole)

@@ -1,0 +1,174 @@
+"""Runs with LoRA adapters: the same bits on any placement and after a resume, and exports that others read."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from dynmo_train.dynamics.lora import FrozenBase
+from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
+from dynmo_train.launch.find_command import program_path
+from dynmo_train.models.lora import LoraFamily, LoraSettings, is_adapter
+from tests.distributed.scenario import Scenario, merged, play
+from tests.distributed.test_placement import WANDER
+from tests.distributed.whole_runs import figures, manifest_of, run_command, tensors, train, verify
+from tests.distributed.workers import run_workers
+
+SHAPE = {
+    "pruning_start_iter": None,
+    "pruning_end_iter": None,
+    "pruning_freq": None,
+    "freeze_schedule": None,
+    "rebalance_interval": None,
+    "train_iters": "8",
+    "eval_interval": "4",
+}
+FLAGS = ("--mock-data",)
+LORA = (*FLAGS, "--lora-rank", "4", "--lora-dropout", "0.1")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    run = tmp_path_factory.mktemp("lora") / "base"
+    train(None, run, 1, *FLAGS, **(SHAPE | {"train_iters": "4"}))
+    return run
+
+
+def tune(base, run, workers=1, *extra, **options):
+    return train(None, run, workers, *LORA, "--finetune", *extra, **(SHAPE | {"load": str(base)} | options))
+
+
+@pytest.fixture(scope="module")
+def tuned(base):
+    tune(base, base.parent / "tuned")
+    return base.parent / "tuned"
+
+
+def test_only_adapters_are_trained_and_have_optimizer_state(base, tuned):
+    before, after = tensors(base, 4), tensors(tuned, 8)
+    weights = {name for name, entry in manifest_of(tuned, 8)["tensors"].items() if entry["role"] == "parameter"}
+    assert {name for name in before if name in weights and before[name] != after[name]} == set()
+    manifest = manifest_of(tuned, 8)
+    trained = set(manifest["optimizer"]["steps"])
+    assert trained == {name for name in weights if is_adapter(name)}
+    assert len(trained) == 4 * 2 * 6
+    loaded = open_checkpoint(find_checkpoint(tuned)).load(sorted(trained))
+    assert all(bool(tensor.any()) for tensor in loaded.values())
+
+
+def test_adapters_have_the_same_bits_on_two_stages(base, tuned, tmp_path):
+    tune(base, tmp_path / "two", 2, pipeline_model_parallel_size="2", schedule="zero-bubble")
+    assert figures(tmp_path / "two") == figures(tuned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted(Scenario):
+    """The scenario with adapters in place of pruning and freezing."""
+
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "fc1")
+
+    def family(self):
+        return LoraFamily(super().family(), LoraSettings(rank=2, alpha=4.0, targets=self.targets, dropout=0.1), seed=5)
+
+    def _techniques(self):
+        return {"lora": partial(FrozenBase, self.family().frozen_front)}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj", "fc1"), ("down_proj",)])
+def test_adapters_move_with_their_layers(precision, targets):
+    (expected,) = run_workers(play, 1, Adapted(precision=precision, targets=targets))
+    for schedule, recompute in (("1f1b", False), ("zero-bubble", True)):
+        moving = Adapted(precision=precision, targets=targets, moves=WANDER, schedule=schedule, recompute=recompute)
+        got = merged(run_workers(play, 2, moving))
+        assert got == expected
+    assert any(".lora_B." in name and name.endswith("exp_avg") for name in expected["weights"])
+    assert not any(name.endswith("exp_avg") and not is_adapter(name) for name in expected["weights"])
+
+
+def test_adapters_resume_with_the_same_bits(base, tuned, tmp_path):
+    run = tmp_path / "run"
+    tune(base, run, exit_interval="5")
+    train(None, run, 1, *LORA, **SHAPE, load=str(run))
+    assert figures(run) == figures(tuned)
+    assert tensors(run, 8) == tensors(tuned, 8)
+
+
+def test_adapters_on_two_replicas_have_nearly_the_same_losses(base, tuned, tmp_path):
+    tune(base, tmp_path / "run", 2, data_parallel_size=None)
+    for step, (loss, _) in figures(tmp_path / "run").items():
+        assert loss == pytest.approx(figures(tuned)[step][0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ((), "--lora-rank"),
+        (("--lora-rank", "8"), "x_lora"),
+    ],
+)
+def test_checkpoint_of_other_adapters_is_refused(tuned, tmp_path, extra, words):
+    options = {key: value for key, value in SHAPE.items() if value is not None}
+    flags = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", value)]
+    shape = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"]
+    sizes = ["--micro-batch-size", "2", "--global-batch-size", "16", "--lr", "1e-3", "--vocab-size", "97"]
+    run = ["--run-dir", str(tmp_path / "run"), "--load", str(tuned)]
+    code, text = run_command(["pretrain", "gpt", "--mock-data", *shape, *sizes, *flags, *run, *extra])
+    assert code == 2
+    assert words in text
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def command(*words):
+    done = subprocess.run([program_path(words[0]), *map(str, words[1:])], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_exported_adapter_has_the_logits_of_the_merged_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    llama = {"family": "llama", "num_query_groups": "2"}
+    flags = ("--mock-data", "--untie-embeddings-and-output-weights")
+    train(None, tmp_path / "base", 1, *flags, **(SHAPE | {"train_iters": "2"} | llama))
+    options = SHAPE | llama | {"load": str(tmp_path / "base"), "lora_target_modules": "q_proj,k_proj,o_proj,up_proj"}
+    train(None, tmp_path / "run", 1, *flags, "--finetune", "--lora-rank", "3", **options)
+    command("dynmo-train", "export-adapter", "--load", tmp_path / "run", "-o", tmp_path / "merged", "--merge")
+    verify(tmp_path / "merged")
+    for name, source in (("base-hf", "base"), ("merged-hf", "merged")):
+        command("dynmo-ckpt", "convert", tmp_path / source, tmp_path / name, "--to", "hf")
+    found = command("dynmo-train", "export-adapter", "--load", tmp_path / "run", "-o", tmp_path / "adapter")
+    assert "32 tensors" in found
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base-hf")
+    plain = logits_of(base, ids)
+    merged_logits = logits_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged-hf"), ids)
+    assert not torch.allclose(plain, merged_logits, atol=1e-3)
+    peft = pytest.importorskip("peft", reason="peft is not installed (an optional peer)")
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(tuned, ids), merged_logits, rtol=0, atol=1e-5)
+
+
+def test_export_of_a_model_without_adapters_is_refused(base, tmp_path):
+    code, text = run_command(["export-adapter", "--load", str(base), "-o", str(tmp_path / "out")])
+    assert code == 2
+    assert "has no adapters" in text
+
+
+def test_adapter_of_a_gpt_is_exported_merged_only(tuned, tmp_path):
+    code, text = run_command(["export-adapter", "--load", str(tuned), "-o", str(tmp_path / "out")])
+    assert code == 2
+    assert "--merge" in text
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    code, text = run_command(["export-adapter", "--load", str(tuned), "-o", str(tmp_path / "full"), "--merge"])
+    assert code == 2
+    assert "already exists" in text
