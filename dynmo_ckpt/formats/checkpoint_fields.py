@@ -20,7 +20,7 @@ from .._common.checks import (
 
 ROLES = ("parameter", "buffer", "mask", "optimizer")
 DTYPES = ("F32", "BF16", "F16", "F64", "I64", "I32", "BOOL", "U8")
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu")
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu", "clamped_swiglu")
 MODEL = obj(
     {
         "family": string(),
@@ -49,7 +49,16 @@ MODEL = obj(
         "embedding_scale": number(),
         "attention_scale": number(),
         "sliding_window": integer(1, 2_147_483_648),
-        "rotary_scaling": nullable(mapping(scalar())),
+        "layer_types": array(string("full_attention", "sliding_attention"), 1),
+        "local_rotary_base": number(1),
+        "attention_sinks": boolean(),
+        "attn_logit_softcapping": number(),
+        "final_logit_softcapping": number(),
+        "swiglu_alpha": number(),
+        "swiglu_limit": number(),
+        "rotary_scaling": nullable(
+            obj({}, {"short_factor": array(number()), "long_factor": array(number())}, {"": scalar()})
+        ),
         "relative_buckets": integer(1, 2_147_483_648),
         "relative_max_distance": integer(1, 2_147_483_648),
         "num_tokentypes": integer(0, 2_147_483_648),

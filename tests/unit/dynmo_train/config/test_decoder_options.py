@@ -52,7 +52,7 @@ def test_manifest_of_a_plain_model_states_no_further_field(family):
     ("text", "message"),
     [
         ("yarn", "must be a JSON object"),
-        ('{"rope_type": "other"}', "must be one of linear, dynamic, llama3, yarn"),
+        ('{"rope_type": "other"}', "must be one of linear, dynamic, llama3, yarn, longrope"),
         ('{"rope_type": "yarn", "factor": 2}', "lacks original_max_position_embeddings"),
         ('{"rope_type": "linear", "factor": 2, "mscale": 1}', "unknown fields mscale"),
         ('{"rope_type": "linear", "factor": -2}', "must be a positive number"),
