@@ -193,7 +193,8 @@ class Translation:
             case "integer":
                 return self._call("integer", *_bounds(rule, default=0))
             case "number":
-                return self._call("number", *_bounds(rule, default=None))
+                above = [f"above={rule['exclusiveMinimum']}"] if "exclusiveMinimum" in rule else []
+                return self._call("number", *_bounds(rule, default=None), *above)
             case "boolean":
                 return self._call("boolean")
             case "string" if "pattern" in rule:

@@ -187,7 +187,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window, self.softcap = window, softcap
-        self.sinks = nn.Parameter(torch.zeros(heads, device=device)) if sinks else None
+        self.sinks: torch.Tensor | None = nn.Parameter(torch.zeros(heads, device=device)) if sinks else None
         self.head_width = head_width or width // heads
         groups = groups or heads
         self.queries_per_group = heads // groups

@@ -64,7 +64,7 @@ def eager_attention(
         # One operation to the compiler, which would otherwise have the scores of all chunks in memory.
         compiled_BHTK: torch.Tensor = _eager_attention(q_BHTK, k_BGSK, v_BGSK, sinks_H, mask, *shape)[0]
         return compiled_BHTK
-    y_BHTK: torch.Tensor = _EagerAttention.apply(q_BHTK, k_BGSK, v_BGSK, sinks_H, mask, *shape)
+    y_BHTK: torch.Tensor = _EagerAttention.apply(q_BHTK, k_BGSK, v_BGSK, sinks_H, mask, *shape)  # type: ignore[no-untyped-call]
     return y_BHTK
 
 

@@ -41,6 +41,13 @@ GEMMA = replace(
     head_dim=16,
 )
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 5.0],
+    "factor": 4.0,
+    "original_max_position_embeddings": TRAINED,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -95,6 +102,16 @@ SHAPES = {
         moe=MoeShape(num_experts=4, top_k=2, router=RouterShape(bias=True)),
     ),
     "Olmo2": replace(LLAMA, norm_placement="post", qk_norm="projection"),
+    "Phi3 beyond its training": replace(LLAMA, rotary_fraction=0.5, rotary_scaling=LONGROPE),
+    "Phi3 within its training": replace(
+        LLAMA,
+        rotary_scaling={
+            **LONGROPE,
+            "original_max_position_embeddings": 50,
+            "long_factor": [9.0] * 4,
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+        },
+    ),
     "linear": replace(LLAMA, rotary_scaling={"rope_type": "linear", "factor": 3.0}),
     "dynamic": replace(
         LLAMA,
@@ -112,7 +129,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 def hugging_face(name: str, shape: LlamaShape):
     """The model of transformers with random weights."""
-    kind = name if name in CLASSES else "Llama"
+    kind = next((each for each in CLASSES if each == name or f"{each} " in name), "Llama")
     windows = {"sliding_window": shape.sliding_window, "layer_types": list(shape.layer_types or ())}
     gemma = {
         **windows,
@@ -130,7 +147,10 @@ def hugging_face(name: str, shape: LlamaShape):
         rope["partial_rotary_factor"] = shape.rotary_fraction
     own = {
         "Llama": {"attention_bias": shape.attention_bias == "all", "mlp_bias": shape.mlp_bias},
-        "Phi3": {"pad_token_id": None},
+        "Phi3": {
+            "pad_token_id": None,
+            "original_max_position_embeddings": rope.get("original_max_position_embeddings", TRAINED),
+        },
         "Olmo2": {"pad_token_id": None, "eos_token_id": None},
         "Gemma": {"hidden_activation": "gelu_pytorch_tanh"},
         "Gemma2": {**gemma, "attn_logit_softcapping": shape.attn_logit_softcapping},
