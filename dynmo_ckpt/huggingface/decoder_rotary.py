@@ -33,7 +33,7 @@ class RotaryRules:
 
     Attributes:
         types: types of scaling that it accepts.
-        fraction: whether it rotates a share of each head where ``partial_rotary_factor`` says so.
+        fraction: whether it rotates a share of each head of ``partial_rotary_factor``.
         default: the scaling of a configuration without one.
         renamed: second names of types.
     """

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app
 from dynmo_ckpt.huggingface.models import hf_config
+from dynmo_train.models.layer_list import split_dim
 
 SIZES = {
     "vocab_size": 96,
@@ -164,10 +165,30 @@ def test_decoder_to_native_and_back_computes_the_same(tmp_path, name):
         assert torch.equal(again.state_dict()[key], value), key
 
 
+def test_tensor_parallel_parts_of_a_gpt_oss_are_the_trainers(tmp_path):
+    model = saved(tmp_path / "theirs", "gpt-oss")
+    convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native", "--tp", "2")
+    manifest = json.loads((tmp_path / "native" / "manifest.json").read_text())
+    for name, entry in manifest["tensors"].items():
+        assert entry["split_dim"] == split_dim(name), name
+    convert(str(tmp_path / "native"), str(tmp_path / "back"), "--to", "hf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    for key, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+
+
 def test_info_names_what_a_model_has_that_others_of_its_family_have_not(tmp_path):
     saved(tmp_path / "theirs", "qwen3")
     convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
     assert "differs by  qk_norm head" in CliRunner().invoke(app, ["info", str(tmp_path / "native")]).output
+
+
+def test_info_counts_the_layers_of_each_type(tmp_path):
+    saved(tmp_path / "theirs", "gemma2")
+    convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
+    output = " ".join(CliRunner().invoke(app, ["info", str(tmp_path / "native")]).output.split())
+    assert "layer_types 1 full_attention and 1 sliding_attention" in output
+    assert "sliding_window 6" in output
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,6 @@
 """Random configurations of decoders, within and outside what is supported: equal logits or refused, never wrong.
 
-The logits check of ``convert`` is off: the configuration alone must tell what a model computes. The variable
+The logits check of ``convert`` is off: the configuration alone must state what a model computes. The variable
 ``DYNMO_RANDOM_DECODERS`` is the number of configurations of each family: 12 without it, 500 before a release.
 """
 

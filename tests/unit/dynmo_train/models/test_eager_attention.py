@@ -30,14 +30,14 @@ def reference(q, k, v, sinks, *, scale=None, cap=None, mask=None, causal=False, 
     if cap is not None:
         z = cap * torch.tanh(z / cap)
     places, found = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None], torch.arange(k.shape[2])
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool) if mask is None else mask
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool) if mask is None else mask
     if causal:
-        seen = seen & (found <= places) & (found > places - (window or k.shape[2]))
-    z = z.masked_fill(~seen, -math.inf)
+        visible = visible & (found <= places) & (found > places - (window or k.shape[2]))
+    z = z.masked_fill(~visible, -math.inf)
     if sinks is None:
         return z.softmax(-1) @ v
-    beside = sinks.view(1, H, 1, 1).expand(*z.shape[:3], 1)
-    return torch.cat([z, beside], -1).softmax(-1)[..., :-1] @ v
+    with_sink = sinks.view(1, H, 1, 1).expand(*z.shape[:3], 1)
+    return torch.cat([z, with_sink], -1).softmax(-1)[..., :-1] @ v
 
 
 PADDING = (torch.arange(T) >= torch.tensor([0, 5])[:, None])[:, None, None] | torch.eye(T, dtype=torch.bool)
