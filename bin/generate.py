@@ -193,7 +193,8 @@ class Translation:
             case "integer":
                 return self._call("integer", *_bounds(rule, default=0))
             case "number":
-                return self._call("number", *_bounds(rule, default=None))
+                above = [f"above={rule['exclusiveMinimum']}"] if "exclusiveMinimum" in rule else []
+                return self._call("number", *_bounds(rule, default=None), *above)
             case "boolean":
                 return self._call("boolean")
             case "string" if "pattern" in rule:
@@ -219,11 +220,13 @@ class Translation:
             self.used.add("ENVELOPE")
             entries.append("**ENVELOPE")
             fields = {name: value for name, value in fields.items() if name not in ENVELOPE}
-        required = rule["required"]
+        required = rule.get("required", [])
         entries += [f"{name!r}: {self._check(fields[name])}" for name in required if name in fields]
         optional = [f"{name!r}: {self._check(value)}" for name, value in fields.items() if name not in required]
-        prefixes = {pattern.removeprefix("^"): value for pattern, value in rule["patternProperties"].items()}
-        prefixes.pop("x_")
+        patterns = rule.get("patternProperties", {})
+        prefixes = {pattern.removeprefix("^"): value for pattern, value in patterns.items() if pattern != "^x_"}
+        # Of all other fields.
+        prefixes |= {"": rule["additionalProperties"]} if rule.get("additionalProperties") else {}
         further = [f"{{{', '.join(optional)}}}"] if optional or prefixes else []
         further += [f"{{{', '.join(f'{p!r}: {self._check(v)}' for p, v in prefixes.items())}}}"] if prefixes else []
         return self._call("obj", f"{{{', '.join(entries)}}}", *further)

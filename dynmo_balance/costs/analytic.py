@@ -287,7 +287,6 @@ def header_works(header: Header, shape: MicrobatchShape) -> tuple[ItemWork, ...]
             ("key_value_width", header.model.x_key_value_width),
         )
     )
-    keys = shape.sequence if window is None else min(window, shape.sequence)
     params = {item.name: item.param_count for item in header.items}
     works = []
     for item in header.items:
@@ -299,6 +298,10 @@ def header_works(header: Header, shape: MicrobatchShape) -> tuple[ItemWork, ...]
         # A tied head may be listed without parameters of its own, but it multiplies by the whole table.
         if item.kind == "head":
             used = max(used, params.get(item.tied_to or "", 0))
+        own = window
+        if item.x_attention_window is not None:
+            own = max(1, whole(item.x_attention_window, f"{item.name}.attention_window"))
+        keys = shape.sequence if own is None else min(own, shape.sequence)
         works.append(work_of_item(item, shape, heads, (used,), keys=keys, key_values=width))
     return tuple(works)
 

@@ -61,8 +61,9 @@ class Worker:
 class Item:
     """One item of the layer list, at the finest granularity.
 
-    Optional keys make predictions more exact: ``x_active_param_count``, the matrix weights that one token uses, and
-    ``x_activation_bytes``, the bytes that a microbatch stores from forward to backward.
+    Optional keys make predictions more exact: ``x_active_param_count``, the matrix weights that one token uses,
+    ``x_activation_bytes``, the bytes that a microbatch stores from forward to backward, and ``x_attention_window``, the
+    keys that a token attends to in this item, where layers differ.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Item:
     tied_to: str | None
     x_active_param_count: int | None = None
     x_activation_bytes: int | None = None
+    x_attention_window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,7 +177,7 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
         ffn=_first_value(config, "ffn_hidden_size", default=4 * sizes["hidden"]),
         vocabulary=_padded_vocabulary(config, sizes["vocabulary"], source),
         sequence=_first_value(config, "seq_length", "max_position_embeddings", default=1024),
-        gated=llama or config.get("activation") in ("swiglu", "geglu"),
+        gated=llama or config.get("activation") in ("swiglu", "geglu", "clamped_swiglu"),
         experts=experts,
         experts_per_token=min(experts, _first_value(config, "moe_top_k", "moe_router_topk", default=2)),
         tied=_first_value(config, "tied_embeddings", default=not untied),
@@ -190,7 +190,10 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
             else 0
         ),
         window=None if window is None else int(window),
-        local_layers=() if window is None else (True,),
+        local_layers=() if window is None else _local_layers(config, source),
+        sinks=bool(config.get("attention_sinks")),
+        router_biases=bool(config.get("moe_router_bias")),
+        block_norms=2 if config.get("norm_placement") == "sandwich" else 1,
         head_transform=bert,
         pooler=bool(binary) and bert,
         norm_biases=biases,
@@ -251,6 +254,18 @@ def _pattern_of(text: str, layers: int) -> list[int] | None:
             return None
         pattern += [int(entry) for entry in match[1].split(",")] * min(int(match[2] or 1), layers + 1)
     return pattern
+
+
+def _local_layers(config: Config, source: str) -> tuple[bool, ...]:
+    """Which layers have the sliding window, as a pattern: a manifest lists all, a run has the text of an option."""
+    stated = config.get("layer_types")
+    if stated is None:
+        return (True,)
+    words = stated.replace(",", " ").split() if isinstance(stated, str) else stated
+    short = [str(word).removesuffix("_attention") for word in words] if isinstance(words, list | tuple) else []
+    if not short or set(short) - {"full", "sliding"}:
+        raise UsageError(f"{source}: layer_types {short_repr(stated)}: must be full or sliding by layer")
+    return tuple(word == "sliding" for word in short)
 
 
 def _padded_vocabulary(config: Config, size: int, source: str) -> int:

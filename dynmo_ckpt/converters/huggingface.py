@@ -90,7 +90,10 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     model, ties = manifest["model"], manifest["ties"]
     if model["tied_embeddings"] != ("head.weight" in ties):
         raise UnsupportedError("manifest.json: model.tied_embeddings and ties disagree about head.weight")
-    name, architecture = architecture_of_model(model)
+    # Several architectures compute some models: a Phi-3 without window and scaling is a Llama with other names.
+    source = manifest.get("source")
+    preferred = None if source is None else str(source["config"].get("model_type"))
+    name, architecture = architecture_of_model(model, preferred)
     layout = layout_of(load_map(architecture.map), model)
     masks = checkpoint.masks()
     mapped = to_foreign(layout, checkpoint.weights(), ties, masks)
@@ -103,8 +106,8 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     tokenizer = options.tokenizer or (inside if inside.is_dir() else checkpoint.directory)
     copied, end = tokenizer_files(tokenizer, model["vocab_size"], model["max_position_embeddings"])
     files = tuple(plan_files(mapped, options.max_shard_bytes, dtype, buffers))
-    source = manifest.get("source")
-    config = with_class_names(export_config(source, model, hf_config(model, DTYPE_NAMES[dtype], end)), manifest)
+    computed = hf_config(model, DTYPE_NAMES[dtype], end, preferred)
+    config = with_class_names(export_config(source, model, computed), manifest)
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     if model["family"] == "t5":
         generation["decoder_start_token_id"] = end
@@ -131,7 +134,7 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
 
 HUGGING_FACE = CheckpointFormat(
     name="hf",
-    description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo 2, DeepSeek)",
+    description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo 2, Phi, GPT-OSS, DeepSeek)",
     marker="config.json",
     detect=lambda path: (path / "config.json").is_file(),
     read=read_hf,

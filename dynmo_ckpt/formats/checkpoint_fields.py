@@ -20,7 +20,7 @@ from .._common.checks import (
 
 ROLES = ("parameter", "buffer", "mask", "optimizer")
 DTYPES = ("F32", "BF16", "F16", "F64", "I64", "I32", "BOOL", "U8")
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu")
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu", "clamped_swiglu")
 MODEL = obj(
     {
         "family": string(),
@@ -41,15 +41,24 @@ MODEL = obj(
         "normalization": string("layernorm", "rmsnorm", "rmsnorm_1p"),
         "position_embedding": string("learned", "rotary", "relative"),
         "rotary_base": number(1),
-        "rotary_fraction": number(None, 1),
+        "rotary_fraction": number(None, 1, above=0),
         "norm_placement": string("pre", "sandwich", "post"),
         "qk_norm": string("head", "projection"),
         "attention_bias": string("none", "qkv", "all"),
         "mlp_bias": boolean(),
-        "embedding_scale": number(),
-        "attention_scale": number(),
+        "embedding_scale": number(above=0),
+        "attention_scale": number(above=0),
         "sliding_window": integer(1, 2_147_483_648),
-        "rotary_scaling": nullable(mapping(scalar())),
+        "layer_types": array(string("full_attention", "sliding_attention"), 1),
+        "local_rotary_base": number(1),
+        "attention_sinks": boolean(),
+        "attn_logit_softcapping": number(above=0),
+        "final_logit_softcapping": number(above=0),
+        "swiglu_alpha": number(above=0),
+        "swiglu_limit": number(above=0),
+        "rotary_scaling": nullable(
+            obj({}, {"short_factor": array(number(above=0)), "long_factor": array(number(above=0))}, {"": scalar()})
+        ),
         "relative_buckets": integer(1, 2_147_483_648),
         "relative_max_distance": integer(1, 2_147_483_648),
         "num_tokentypes": integer(0, 2_147_483_648),

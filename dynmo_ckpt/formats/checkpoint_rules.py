@@ -103,6 +103,7 @@ def _sizes(manifest: Document) -> Iterator[Problem]:
         )
     if len(latent := [field for field in LATENT_SIZES if field not in model]) % len(LATENT_SIZES):
         yield Problem("model.kv_lora_rank", "reference", f"requires {', '.join(latent)}")
+    yield from _windows(model)
     for field in ("num_encoder_layers", "num_decoder_layers"):
         if (model["family"] == "t5") != (field in model):
             yield Problem(f"model.{field}", "family", "is required for the family t5, and not permitted for others")
@@ -111,6 +112,14 @@ def _sizes(manifest: Document) -> Iterator[Problem]:
             yield Problem(f"model.{field}", "family", "is required for the family ict, and not permitted for others")
     if model.get("num_encoder_layers", model["num_layers"]) != model["num_layers"]:
         yield Problem("model.num_encoder_layers", "range", f"must be num_layers {model['num_layers']}")
+
+
+def _windows(model: Document) -> Iterator[Problem]:
+    if len(model.get("layer_types", ())) not in (0, model["num_layers"]):
+        yield Problem("model.layer_types", "range", f"must have num_layers {model['num_layers']} entries")
+    for field in ("layer_types", "local_rotary_base"):
+        if field in model and "sliding_window" not in model:
+            yield Problem(f"model.{field}", "range", "needs sliding_window, the window of sliding layers")
 
 
 def _partition(manifest: Document) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ from .._common.document import short_repr
 from ..io.errors import CorruptError, UnsupportedError
 from ..maps.decoder_fields import LLAMA, decoder_fields
 from .config_keys import size
-from .decoders import SILENT, rotary_of, scaling_of
+from .decoder_rotary import rotary_config, rotary_fields
+from .decoders import ROTARY, SILENT
 
 Config = Mapping[str, Any]
 Model = dict[str, Any]
@@ -48,7 +49,7 @@ def deepseek_model(kind: str, config: Config) -> Model:
         raise UnsupportedError(
             f"num_key_value_heads {short_repr(config['num_key_value_heads'])}: must be num_attention_heads {heads}"
         )
-    base, scaling = rotary_of(config, positions)
+    rotary = rotary_fields(config, positions, ROTARY)
     sizes = {
         name: size(config, key) for name, key in LATENT.items() if name != "q_lora_rank" or config[key] is not None
     }
@@ -69,8 +70,8 @@ def deepseek_model(kind: str, config: Config) -> Model:
         "normalization": "rmsnorm",
         "activation": "swiglu",
         "position_embedding": "rotary",
-        "rotary_base": base,
-        "rotary_scaling": scaling,
+        "rotary_base": rotary["rotary_base"],
+        "rotary_scaling": rotary["rotary_scaling"],
         "tied_embeddings": config["tie_word_embeddings"],
         **{name: value for name, value in own.items() if value != LLAMA[name]},
         **sizes,
@@ -209,7 +210,6 @@ def deepseek_config(kind: str, model: Config) -> dict[str, Any]:
         model: the ``model`` of a manifest.
     """
     own, layers, inner = decoder_fields(model), model["num_layers"], _inner(model)
-    base, scaling = float(own["rotary_base"]), scaling_of(own["rotary_scaling"], model)
     groups = model.get("moe_router_num_groups")
     dense = layers - sum(model.get("moe_layer_pattern", [1] * layers)) if model.get("num_experts") else layers
     config = {
@@ -223,9 +223,7 @@ def deepseek_config(kind: str, model: Config) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "max_position_embeddings": model["max_position_embeddings"],
         "rms_norm_eps": model["layernorm_epsilon"],
-        "rope_theta": base,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": base},
+        **rotary_config(own, model, ROTARY),
         "attention_bias": own["attention_bias"] == "all",
         **{key: model.get(name) for name, key in LATENT.items()},
         "first_k_dense_replace": dense,

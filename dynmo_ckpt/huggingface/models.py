@@ -47,11 +47,12 @@ class Architecture:
     to_model: Callable[[Config], Model]
 
 
-def architecture_of_model(model: Config) -> tuple[str, Architecture]:
+def architecture_of_model(model: Config, preferred: str | None = None) -> tuple[str, Architecture]:
     """The ``model_type`` of transformers that computes a model, and its functions.
 
     Args:
         model: the ``model`` of a manifest.
+        preferred: the ``model_type`` to choose where several decoders compute the model: that of its source.
 
     Raises:
         UnsupportedError: transformers has no such model.
@@ -69,7 +70,7 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
         raise UnsupportedError("transformers has multi-token prediction for DeepSeek alone; use --to native")
     is_other = bool(unlike_family(model)) or model.get("position_embedding") == "rotary"
     if family == "llama" or (family == "gpt" and is_other):
-        kind = decoder_kind(model)
+        kind = decoder_kind(model, preferred)
         return kind, ARCHITECTURES[kind]
     if model.get("sliding_window"):
         raise UnsupportedError(f"transformers has no {family} with a sliding window; use --to native")
@@ -90,18 +91,19 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
     return name, ARCHITECTURES[name]
 
 
-def hf_config(model: Config, dtype: str, end_token_id: int | None) -> dict[str, Any]:
+def hf_config(model: Config, dtype: str, end_token_id: int | None, preferred: str | None = None) -> dict[str, Any]:
     """The ``config.json`` of a model.
 
     Args:
         model: the ``model`` of a manifest.
         dtype: type of the weights, as in torch.
         end_token_id: id of the end token, or None.
+        preferred: as of :func:`architecture_of_model`.
 
     Raises:
         UnsupportedError: no architecture of transformers computes the model.
     """
-    name, architecture = architecture_of_model(model)
+    name, architecture = architecture_of_model(model, preferred)
     return {
         **architecture.to_config(model),
         "model_type": name,

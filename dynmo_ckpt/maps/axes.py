@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..io.errors import UnsupportedError, short_name
 from ..tensors.views import Tensor
@@ -82,3 +83,57 @@ def _merged(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         if dim >= len(result.shape) or result.shape[dim] != size:
             return None
     return result if len(result.shape) == len(shape) else None
+
+
+def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
+    """Sizes of the axes and parts of the tables.
+
+    A group is a key-value head: it has ``q`` query heads, one key head and one value head, ``t`` heads in total.
+
+    Args:
+        model: the ``model`` of a manifest.
+        vocab_size: number of rows of the vocabulary, the true or a padded one.
+    """
+    heads = model["num_attention_heads"]
+    groups = model.get("num_key_value_heads", heads)
+    width = model.get("head_dim", model["hidden_size"] // heads)
+    return {
+        "v": vocab_size,
+        "s": model["max_position_embeddings"],
+        "h": model["hidden_size"],
+        "o": model["hidden_size"],
+        "f": model["ffn_hidden_size"],
+        "g": groups,
+        "q": heads // groups,
+        # The rows of a group lie together, "(g t d) h". So a contiguous slice of rows has complete groups, and a rank
+        # that gets it computes attention without its neighbors. Where t comes first, as in Megatron's version 0, each
+        # rank has its own [Q; K; V], and the slices must be permuted before they are concatenated.
+        "t": heads // groups + 2,
+        # Phi-3 has the queries of all groups, then their keys, then their values: of n heads the first gq, g and g.
+        "n": (heads // groups + 2) * groups,
+        "gq": heads,
+        "d": width,
+        # A head is "(b w)" where rotary embedding pairs elements half a head apart (rotate_half of transformers and
+        # Megatron), and "(w b)" where it pairs neighbors (Meta, llama2.c).
+        "w": width // 2,
+        "b": 2,
+        "x": 2,
+        # "(p f) h": the gate, then the up projection. Ranks split f, so each has a slice of both.
+        "p": 2,
+        "one": 1,
+        "two": 2,
+        "types": model.get("num_tokentypes", 0),
+        "e": model.get("num_experts", 0),
+        "r": model.get("relative_buckets", 32),
+        "classes": model.get("num_classes", 1),
+        "fe": model.get("moe_ffn_hidden_size", model["ffn_hidden_size"]),
+        "fs": model.get("moe_shared_ffn_size", 0),
+        "hh": 2 * model["hidden_size"],
+        # Multi-head latent attention; 0 in models without it, whose tables do not have these axes.
+        "k": model.get("qk_head_dim", 0) + model.get("qk_pos_emb_head_dim", 0),
+        "m": model.get("qk_head_dim", 0) + model.get("v_head_dim", 0),
+        "u": model.get("v_head_dim", 0),
+        "rq": model.get("q_lora_rank", 0),
+        "c": model.get("kv_lora_rank", 0),
+        "cr": model.get("kv_lora_rank", 0) + model.get("qk_pos_emb_head_dim", 0),
+    }

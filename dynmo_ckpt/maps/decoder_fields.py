@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "clamped_swiglu")
 COMMON: Mapping[str, Any] = {
     "norm_placement": "pre",
     "qk_norm": None,
@@ -17,6 +17,14 @@ COMMON: Mapping[str, Any] = {
     "rotary_fraction": 1.0,
     "embedding_scale": 1.0,
     "attention_scale": None,
+    "layer_types": None,
+    "local_rotary_base": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "attention_sinks": False,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "moe_router_bias": False,
 }
 LLAMA: Mapping[str, Any] = {
     **COMMON,

@@ -22,7 +22,7 @@ from typing import Any
 from .._common.document import parse_json
 from ..io.errors import UnsupportedError, short_name, short_names
 from ..tensors.views import Tensor, concatenate
-from .axes import Axes, expand, parse_axes, stored_shape
+from .axes import Axes, axis_sizes, expand, parse_axes, stored_shape
 from .decoder_fields import decoder_fields
 
 Part = tuple[str, str]
@@ -40,7 +40,9 @@ class NameRule:
         foreign_axes: the layout of the foreign tensor.
         native_part: an axis and the name of a size: the link covers that number of entries of the native tensor along
             the axis, after those of the preceding links.
-        foreign_part: the same for the foreign tensor.
+        foreign_part: the same for the foreign tensor. Several axes, such as ``e p``, are counted as one, the last
+            fastest; the part is then one entry of each.
+        foreign_inner: the axes that the foreign part consists of along its axis; empty where it has one axis, its own.
         split: the axis that tensor parallelism splits; empty where every rank has the complete tensor.
         when: a feature that the model must have.
         shared: the foreign tensor is written even where the native one is tied, because the format stores a copy.
@@ -54,6 +56,7 @@ class NameRule:
     foreign_axes: Axes
     native_part: Part | None = None
     foreign_part: Part | None = None
+    foreign_inner: tuple[str, ...] = ()
     split: str = ""
     when: str = ""
     shared: bool = False
@@ -221,6 +224,7 @@ def load_map(name: str, variant: str = "") -> NameMap:
             foreign_axes=parse_axes(layouts.get(row["foreign_axes"], row["foreign_axes"])),
             native_part=part(row, "native_part"),
             foreign_part=part(row, "foreign_part"),
+            foreign_inner=tuple(row.get("foreign_inner", "").split()),
             split=row.get("split", ""),
             when=row.get("when", ""),
             shared=row.get("shared", False),
@@ -234,58 +238,6 @@ def load_map(name: str, variant: str = "") -> NameMap:
         copies=tuple((copy, original) for copy, original in document.get("copies", ())),
         aliases=tuple((old, new) for old, new in document.get("aliases", ())),
     )
-
-
-def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
-    """Sizes of the axes and parts of the tables.
-
-    A group is a key-value head: it has ``q`` query heads, one key head and one value head, ``t`` heads in total.
-
-    Args:
-        model: the ``model`` of a manifest.
-        vocab_size: number of rows of the vocabulary, the true or a padded one.
-    """
-    heads = model["num_attention_heads"]
-    groups = model.get("num_key_value_heads", heads)
-    width = model.get("head_dim", model["hidden_size"] // heads)
-    return {
-        "v": vocab_size,
-        "s": model["max_position_embeddings"],
-        "h": model["hidden_size"],
-        "o": model["hidden_size"],
-        "f": model["ffn_hidden_size"],
-        "g": groups,
-        "q": heads // groups,
-        # The rows of a group lie together, "(g t d) h". So a contiguous slice of rows has complete groups, and a rank
-        # that gets it computes attention without its neighbors. Where t comes first, as in Megatron's version 0, each
-        # rank has its own [Q; K; V], and the slices must be permuted before they are concatenated.
-        "t": heads // groups + 2,
-        "d": width,
-        # A head is "(b w)" where rotary embedding pairs elements half a head apart (rotate_half of transformers and
-        # Megatron), and "(w b)" where it pairs neighbors (Meta, llama2.c).
-        "w": width // 2,
-        "b": 2,
-        "x": 2,
-        # "(p f) h": the gate, then the up projection. Ranks split f, so each has a slice of both.
-        "p": 2,
-        "one": 1,
-        "two": 2,
-        "types": model.get("num_tokentypes", 0),
-        "e": model.get("num_experts", 0),
-        "r": model.get("relative_buckets", 32),
-        "classes": model.get("num_classes", 1),
-        "fe": model.get("moe_ffn_hidden_size", model["ffn_hidden_size"]),
-        "fs": model.get("moe_shared_ffn_size", 0),
-        "hh": 2 * model["hidden_size"],
-        "n": heads,
-        # Multi-head latent attention; 0 in models without it, whose tables do not have these axes.
-        "k": model.get("qk_head_dim", 0) + model.get("qk_pos_emb_head_dim", 0),
-        "m": model.get("qk_head_dim", 0) + model.get("v_head_dim", 0),
-        "u": model.get("v_head_dim", 0),
-        "rq": model.get("q_lora_rank", 0),
-        "c": model.get("kv_lora_rank", 0),
-        "cr": model.get("kv_lora_rank", 0) + model.get("qk_pos_emb_head_dim", 0),
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,8 +340,8 @@ def to_foreign(
     for name, group in _by(links, "foreign"):
         sources = [ties.get(link.native, link.native) for link in group]
         out = partial(_link_to_foreign, layout, rank=rank, ranks=ranks)
-        content = _concatenated(
-            [out(link, tensors[n]) for link, n in zip(group, sources, strict=True)], group[0], "foreign"
+        content = _joined_foreign(
+            [out(link, tensors[n]) for link, n in zip(group, sources, strict=True)], group[0], layout
         )
         found = [masks.get(n) for n in sources] if masks else [None]
         mask = None
@@ -399,7 +351,7 @@ def to_foreign(
                 raise UnsupportedError(
                     f"{name}: is fused from {short_names(sources)}; either all or none of them must have a mask"
                 )
-            mask = _concatenated([out(link, each) for link, each in present], group[0], "foreign")
+            mask = _joined_foreign([out(link, each) for link, each in present], group[0], layout)
         local = _local(
             _tensor_sizes(layout.foreign_sizes, group[0].foreign_part, group[0].native_part), group[0], ranks
         )
@@ -416,13 +368,39 @@ def _link_to_foreign(layout: Layout, link: NameRule, tensor: Tensor, *, rank: in
     if link.native_part:
         size = layout.native_sizes[link.native_part[1]]
         part = part.narrow(axes.index(link.native_part[0]), link.native_begin, link.native_begin + size)
-    foreign = _flat(link.foreign_axes)
+    foreign = _foreign_axes(link)
     # Padding before the split, because the ranks split the padded vocabulary into equal slices.
     part = _with_rows(_permuted(part, axes, foreign, link.foreign), foreign, layout.native_sizes, layout.foreign_sizes)
     if link.split and ranks > 1:
         step = layout.foreign_sizes[link.split] // ranks
         part = part.narrow(foreign.index(link.split), rank * step, (rank + 1) * step)
+    for _ in link.foreign_inner[1:]:
+        part = part.flatten(foreign.index(link.foreign_inner[0]))
     return part
+
+
+def _foreign_axes(link: NameRule) -> list[str]:
+    """The axes of the foreign side of a link, with those that its part consists of."""
+    axes = _flat(link.foreign_axes)
+    if link.foreign_part is None or not link.foreign_inner:
+        return axes
+    at = axes.index(link.foreign_part[0])
+    return [*axes[:at], *link.foreign_inner, *axes[at + 1 :]]
+
+
+def _joined_foreign(parts: list[Tensor], link: NameRule, layout: Layout) -> Tensor:
+    """The foreign tensor of the parts of all its links, of which ``link`` is one."""
+    counted = [] if link.foreign_part is None else link.foreign_part[0].split()
+    if len(counted) < 2:
+        return _concatenated(parts, link, "foreign")
+    # The axes that are counted as one come first, are concatenated as one, and go back.
+    axes = _flat(link.foreign_axes)
+    order = [*counted, *(axis for axis in axes if axis not in counted)]
+    first = [part.permute([axes.index(axis) for axis in order]) for part in parts]
+    for _ in counted[1:]:
+        first = [part.flatten(0) for part in first]
+    joined = concatenate(first, 0).unflatten(0, [layout.foreign_sizes[axis] for axis in counted])
+    return joined.permute([order.index(axis) for axis in axes])
 
 
 def to_native(
@@ -464,6 +442,9 @@ def to_native(
 def _link_to_native(layout: Layout, link: NameRule, ranks: Sequence[Tensor]) -> Tensor:
     """The part of a foreign tensor that a link covers, all tensor-parallel ranks concatenated, in the native layout."""
     axes, native = _flat(link.foreign_axes), _flat(link.native_axes)
+    inner = dict(layout.native_sizes)
+    if link.native_part:
+        inner[link.native_part[0]] = inner[link.native_part[1]]
     sizes = _local(_tensor_sizes(layout.foreign_sizes, link.foreign_part, link.native_part), link, len(ranks))
     parts = []
     # Of a replicated tensor one rank is enough; megatron.read compares the others with it.
@@ -471,11 +452,24 @@ def _link_to_native(layout: Layout, link: NameRule, ranks: Sequence[Tensor]) -> 
         part = expand(tensor, link.foreign_axes, sizes, link.foreign)
         if link.foreign_part:
             size = layout.foreign_sizes[link.foreign_part[1]]
-            part = part.narrow(axes.index(link.foreign_part[0]), link.foreign_begin, link.foreign_begin + size)
-        parts.append(_permuted(part, axes, native, link.native))
+            part = _foreign_part(part, axes, layout.foreign_sizes, link, size)
+            if link.foreign_inner:
+                part = part.unflatten(axes.index(link.foreign_part[0]), [inner[axis] for axis in link.foreign_inner])
+        parts.append(_permuted(part, _foreign_axes(link), native, link.native))
     joined = parts[0] if len(parts) == 1 else concatenate(parts, native.index(link.split))
     # After the ranks are concatenated: padding rows are at the end of the complete vocabulary, not of each slice.
     return _with_rows(joined, native, layout.foreign_sizes, layout.native_sizes)
+
+
+def _foreign_part(tensor: Tensor, axes: list[str], sizes: Sizes, link: NameRule, size: int) -> Tensor:
+    """The entries of a foreign tensor that a link covers: ``size`` along its axis, or one along each of several."""
+    counted, at = (link.foreign_part or ("", ""))[0].split(), link.foreign_begin
+    if len(counted) == 1:
+        return tensor.narrow(axes.index(counted[0]), at, at + size)
+    for axis in reversed(counted):
+        at, place = divmod(at, sizes[axis])
+        tensor = tensor.narrow(axes.index(axis), place, place + 1)
+    return tensor
 
 
 def _equal_pairs(layout: Layout, named: Mapping[str, Sequence[Tensor]], ties: Mapping[str, str]) -> list[EqualPair]:
@@ -498,7 +492,8 @@ def _equal_pairs(layout: Layout, named: Mapping[str, Sequence[Tensor]], ties: Ma
 
 def _tensor_sizes(sizes: Sizes, part: Part | None, other: Part | None) -> dict[str, int]:
     """Sizes of the axes of a complete tensor: an axis with parts on the other side alone has the part's size."""
-    return {**sizes, other[0]: sizes[other[1]]} if other is not None and part is None else dict(sizes)
+    own = dict.fromkeys(other[0].split(), sizes[other[1]]) if other is not None and part is None else {}
+    return {**sizes, **own}
 
 
 def _local(sizes: Sizes, link: NameRule, ranks: int) -> dict[str, int]:

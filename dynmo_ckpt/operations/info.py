@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     model, topology, dynamic = summary["model"], summary["topology"], summary["dynamic"]
     parameters = summary["roles"].get("parameter", {"elements": 0, "tensors": 0})
     unlike = unlike_family(model) if model["family"] in ("gpt", "llama") else {}
+    if model.get("sliding_window"):
+        unlike["sliding_window"] = model["sliding_window"]
+    if types := unlike.get("layer_types"):
+        unlike["layer_types"] = " and ".join(f"{count} {kind}" for kind, count in sorted(Counter(types).items()))
     stages = [stage_text(stage) for stage in topology["partition"]]
     return [
         ("run", f"{summary['run_id']}, step {summary['step']}, {summary['consumed_train_samples']} samples"),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.errors import MissingExtraError, UsageError
+from ..huggingface.decoders import DECODERS
 from ..huggingface.files import read_config
 from ..huggingface.models import LAYER_NORMS, hf_config
 from ..io.errors import CorruptError, UnsupportedError, short_names
@@ -264,8 +265,8 @@ def hf_logits(
 def _class_name(directory: Path, model: Mapping[str, Any]) -> str:
     """The class of transformers for a directory: of its model type, with the head of the model."""
     kind = str(read_config(directory).get("model_type"))
-    own = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
-    return own.get(kind) or str(hf_config(model, "float32", None)["architectures"][0])
+    decoder = DECODERS.get(kind)
+    return f"{decoder.name}ForCausalLM" if decoder else str(hf_config(model, "float32", None)["architectures"][0])
 
 
 def _inputs(model: Mapping[str, Any], tokens: Any) -> dict[str, Any]:

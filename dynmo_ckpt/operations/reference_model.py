@@ -110,7 +110,7 @@ class _Model:
         result = x_TD @ self.load("head.weight")[:vocabulary].T
         if self.has("head.bias"):
             result = result + self.load("head.bias")[:vocabulary]
-        return result, binary
+        return _capped(result, self.fields["final_logit_softcapping"]), binary
 
     def encoded(self, tokens_T: Ids) -> Array:
         """The normalized output ``[T, D]`` of the layers of a family with one stack."""
@@ -175,17 +175,27 @@ class _Model:
         if self.fields["qk_norm"]:
             q_TGQH = self.norm_heads(f"{name}.query_norm", q_TGQH)
             k_TGH = self.norm_heads(f"{name}.key_norm", k_TGH)
+        window = self.window(name)
         if self.fields["position_embedding"] == "rotary":
-            q_TGQH, k_TGH = self.apply_rotary(q_TGQH), self.apply_rotary(k_TGH)
+            is_local = window is not None and self.fields["local_rotary_base"] is not None
+            q_TGQH, k_TGH = (self.apply_rotary(x, is_local=is_local) for x in (q_TGQH, k_TGH))
         repeat = heads // groups
         q_NTH = q_TGQH.reshape(len(x_TD), heads, -1).transpose(1, 0, 2)
         k_NTH, v_NTH = (np.repeat(x, repeat, axis=1).transpose(1, 0, 2) for x in (k_TGH, v_TGH))
         bias_NTS = self.relative_bias(name, len(x_TD), causal=causal) if self.relative else None
-        window = self.model.get("sliding_window")
         if self.fields["attention_scale"] is not None:
             # The scores below are divided by the square root of the head size.
             q_NTH = q_NTH * np.float32(self.fields["attention_scale"] * math.sqrt(q_NTH.shape[-1]))
-        mixed_TR = _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS, window=window)
+        mixed_TR = _attend(
+            q_NTH,
+            k_NTH,
+            v_NTH,
+            causal=causal,
+            bias_NTS=bias_NTS,
+            window=window,
+            cap=self.fields["attn_logit_softcapping"],
+            sinks_N=self.load(f"{name}.sinks") if self.fields["attention_sinks"] else None,
+        )
         return self.after(name, self.linear(f"{name}.dense", mixed_TR))
 
     def latent_attention(self, name: str, x_TD: Array, *, causal: bool) -> Array:
@@ -200,8 +210,8 @@ class _Model:
         down_TR = self.linear(f"{name}.kv_down", x_TD)
         latent_TC = self.latent_norm(f"{name}.kv_latent_norm", down_TR[:, :latent])
         kv_TNR = self.linear(f"{name}.kv_up", latent_TC).reshape(tokens, heads, -1)
-        turned_TNR = self._rotated(self.pairs(q_TNK[..., plain:]))
-        key_TNR = np.broadcast_to(self._rotated(self.pairs(down_TR[:, None, latent:])), turned_TNR.shape)
+        turned_TNR = self._rotated(self.pairs(q_TNK[..., plain:]), False)
+        key_TNR = np.broadcast_to(self._rotated(self.pairs(down_TR[:, None, latent:]), False), turned_TNR.shape)
         q_NTK = np.concatenate([q_TNK[..., :plain], turned_TNR], -1).transpose(1, 0, 2)
         k_NTK = np.concatenate([kv_TNR[..., :plain], key_TNR], -1).transpose(1, 0, 2)
         scaling = self.fields["rotary_scaling"] or {}
@@ -221,6 +231,12 @@ class _Model:
         if not self.model.get("rotary_interleaved", True):
             return x
         return np.concatenate([x[..., ::2], x[..., 1::2]], -1)
+
+    def window(self, name: str) -> int | None:
+        """The keys that a token of a layer attends to; None: all. ``name`` is that of its attention."""
+        types = self.fields["layer_types"]
+        is_local = types is None or types[int(name.split(".")[-2])] == "sliding_attention"
+        return self.model.get("sliding_window") if is_local else None
 
     def norm_heads(self, name: str, x: Array) -> Array:
         """Queries or keys ``[T, ..., H]``, normalized by head, or all heads of a token together."""
@@ -261,16 +277,23 @@ class _Model:
         no_bias = np.zeros(1, np.float32) if self.relative else None
         return self.linear(f"{name}.dense", _attend(q_NTH, k_NSH, v_NSH, causal=False, bias_NTS=no_bias))
 
-    def apply_rotary(self, x: Array) -> Array:
-        """Rotary embedding of ``x`` ``[T, ..., H]`` by halves of a head (RoFormer, Su et al. 2021, section 3.4.2)."""
+    def apply_rotary(self, x: Array, *, is_local: bool = False) -> Array:
+        """Rotary embedding of ``x`` ``[T, ..., H]`` by halves of a head (RoFormer, Su et al. 2021, section 3.4.2).
+
+        Args:
+            x: queries or keys.
+            is_local: with the base of sliding layers.
+        """
         width = int(x.shape[-1] * self.fields["rotary_fraction"])
         if width < x.shape[-1]:
-            return np.concatenate([self._rotated(x[..., :width]), x[..., width:]], -1)
-        return self._rotated(x)
+            return np.concatenate([self._rotated(x[..., :width], is_local), x[..., width:]], -1)
+        return self._rotated(x, is_local)
 
-    def _rotated(self, x: Array) -> Array:
-        width = x.shape[-1]
-        inverse, magnitude = rotary_frequencies(self.fields, width, len(x))
+    def _rotated(self, x: Array, is_local: bool) -> Array:
+        width, fields = x.shape[-1], self.fields
+        if is_local:
+            fields = {"rotary_base": fields["local_rotary_base"], "rotary_scaling": None}
+        inverse, magnitude = rotary_frequencies(fields, width, len(x))
         angles = np.outer(np.arange(len(x)), inverse).astype(np.float32)
         # Both halves of a head have the same angles: element i rotates with element i + H / 2.
         angles = np.concatenate([angles, angles], -1).reshape(len(x), *[1] * (x.ndim - 2), width)
@@ -280,8 +303,11 @@ class _Model:
 
     def mlp(self, name: str, x_TD: Array) -> Array:
         if self.model["activation"] in GATED:
-            gate_TF = self.linear(f"{name}.gate", x_TD)
-            inner_TF: Array = self.activate(gate_TF) * self.linear(f"{name}.up", x_TD)
+            gate_TF, up_TF = self.linear(f"{name}.gate", x_TD), self.linear(f"{name}.up", x_TD)
+            if self.model["activation"] == "clamped_swiglu":
+                limit = np.float32(self.fields["swiglu_limit"])
+                gate_TF, up_TF = np.minimum(gate_TF, limit), np.clip(up_TF, -limit, limit) + 1
+            inner_TF: Array = self.activate(gate_TF) * up_TF
             return self.linear(f"{name}.fc2", inner_TF)
         return self.linear(f"{name}.fc2", self.activate(self.linear(f"{name}.fc1", x_TD)))
 
@@ -290,8 +316,9 @@ class _Model:
             return np.maximum(x, np.float32(0))
         if self.model["activation"] == "squared_relu":
             return np.square(np.maximum(x, np.float32(0)))
-        if self.model["activation"] == "swiglu":
-            silu: Array = x / (1 + np.exp(-x))
+        if self.model["activation"] in ("swiglu", "clamped_swiglu"):
+            slope = self.fields["swiglu_alpha"] if self.model["activation"] == "clamped_swiglu" else 1
+            silu: Array = x / (1 + np.exp(np.float32(-slope) * x))
             return silu
         if self.model["activation"] in ("gelu_tanh", "geglu"):
             gate = np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3))
@@ -321,6 +348,11 @@ class _Model:
         return result
 
 
+def _capped(x: Array, cap: float | None) -> Array:
+    """``x`` with a soft cap; unchanged where that is None."""
+    return x if cap is None else np.tanh(x / np.float32(cap)) * np.float32(cap)
+
+
 def _attend(
     q_NTH: Array,
     k_NSH: Array,
@@ -329,16 +361,27 @@ def _attend(
     causal: bool,
     bias_NTS: Array | None = None,
     window: int | None = None,
+    cap: float | None = None,
+    sinks_N: Array | None = None,
 ) -> Array:
-    """Attention ``[T, N x H]``, causal to the last ``window`` keys; a bias, as in T5, is added to unscaled scores."""
+    """Attention ``[T, N x H]``, causal to the last ``window`` keys; a bias, as in T5, is added to unscaled scores.
+
+    ``sinks_N`` is a further score of each head, whose probability is dropped.
+    """
     scores_NTS = q_NTH @ k_NSH.transpose(0, 2, 1)
     scores_NTS = scores_NTS / np.float32(math.sqrt(q_NTH.shape[-1])) if bias_NTS is None else scores_NTS + bias_NTS
+    scores_NTS = _capped(scores_NTS, cap)
     if causal:
         causal_TT = np.tri(q_NTH.shape[1], dtype=bool)
         if window is not None:
             causal_TT &= ~np.tri(q_NTH.shape[1], k=-window, dtype=bool)
         scores_NTS = np.where(causal_TT, scores_NTS, -np.inf)
+    if sinks_N is not None:
+        sinks_NT1 = np.broadcast_to(sinks_N[:, None, None], (*scores_NTS.shape[:2], 1))
+        scores_NTS = np.concatenate([scores_NTS, sinks_NT1], -1)
     weights_NTS = np.exp(scores_NTS - scores_NTS.max(-1, keepdims=True))
     weights_NTS /= weights_NTS.sum(-1, keepdims=True)
+    if sinks_N is not None:
+        weights_NTS = weights_NTS[..., :-1]
     mixed: Array = (weights_NTS @ v_NSH).transpose(1, 0, 2).reshape(q_NTH.shape[1], -1)
     return mixed

@@ -35,6 +35,9 @@ def rotary_frequencies(fields: Mapping[str, Any], width: int, tokens: int) -> tu
     if kind == "dynamic":
         stretch = factor * max(tokens, trained) / trained - (factor - 1)
         return (base * stretch ** (width / (width - 2))) ** -exponents, 1.0
+    if kind == "longrope":
+        factors = np.asarray(scaling["long_factor" if tokens > trained else "short_factor"], np.float64)
+        return inverse / factors, _long_magnitude(scaling, factor, trained)
     turns = trained * inverse / (2 * math.pi)  # of each plane over the length of the training
     if kind == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -56,6 +59,13 @@ def _yarn(inverse: Frequencies, base: float, scaling: Mapping[str, Any]) -> Freq
     ramp = np.clip((np.arange(len(inverse)) - low) / (high - low or 0.001), 0, 1)
     result: Frequencies = inverse / float(scaling["factor"]) * ramp + inverse * (1 - ramp)
     return result
+
+
+def _long_magnitude(scaling: Mapping[str, Any], factor: float, trained: float) -> float:
+    """LongRoPE's factor on cosine and sine (Ding et al. 2024, arXiv:2402.13753)."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
 
 def _magnitude(scaling: Mapping[str, Any]) -> float:

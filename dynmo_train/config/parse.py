@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from .._common.document import finite_number, is_count, parse_json, short_repr
+from .._common.document import MAX_LAYERS, finite_number, is_count, parse_json, short_repr
 from .._common.errors import UsageError
 from .batch_schedule import BatchSizes
 
 MAX_RAMP_SIZES, MAX_RAMP_STEPS = 65_536, 10_000_000
+FACTOR_LISTS = ("short_factor", "long_factor")
 # Fields of each type of rotary scaling: those that it must have, and those that it may have.
 ROTARY_SCALINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
@@ -22,6 +23,7 @@ ROTARY_SCALINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings"),
         ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
     ),
+    "longrope": (("factor", *FACTOR_LISTS, "original_max_position_embeddings"), ("attention_factor",)),
 }
 
 
@@ -66,6 +68,24 @@ def parse_blend(flag: str, text: str) -> tuple[tuple[float, str], ...]:
     return tuple(pairs)
 
 
+def parse_layer_types(text: str) -> tuple[str, ...]:
+    """Parse ``sliding,full`` into (``sliding_attention``, ``full_attention``); the longer names are accepted, too.
+
+    Raises:
+        UsageError: another word, or none.
+    """
+    words = [word.removesuffix("_attention") for word in text.replace(",", " ").split()]
+    unknown = sorted({word for word in words if word not in ("full", "sliding")})
+    if unknown or not 1 <= len(words) <= MAX_LAYERS:
+        raise UsageError(f"--layer-types {short_repr(text)}: must be full or sliding by layer, such as sliding,full")
+    return tuple(f"{word}_attention" for word in words)
+
+
+def repeat_pattern(pattern: Sequence[str], count: int) -> list[str]:
+    """The first ``count`` entries of a pattern that repeats."""
+    return [pattern[at % len(pattern)] for at in range(count)]
+
+
 def parse_rotary_scaling(text: str) -> Mapping[str, Any]:
     """Parse ``{"rope_type": "yarn", "factor": 4.0, ...}``; the types are those of ``ROTARY_SCALINGS``.
 
@@ -90,6 +110,11 @@ def parse_rotary_scaling(text: str) -> Mapping[str, Any]:
         raise UsageError(f"{flag}: {kind} {names}; its fields are {', '.join((*required, *optional))}")
     for name, value in found.items():
         if name in ("rope_type", "truncate"):
+            continue
+        if name in FACTOR_LISTS:
+            sizes = [finite_number(each) for each in value] if isinstance(value, list) else []
+            if not sizes or not all(size is not None and size > 0 for size in sizes):
+                raise UsageError(f"{flag}: {name} is {short_repr(value)}; must be a list of positive numbers")
             continue
         if (size := finite_number(value)) is None or size <= 0:
             raise UsageError(f"{flag}: {name} is {short_repr(value)}; must be a positive number")

@@ -32,7 +32,7 @@ from .layer_options import LayerOptions
 from .optimizer import OptimizerConfig
 from .options import Source, option
 from .parallel import ParallelConfig
-from .parse import batch_sizes_of, iters_of_samples, parse_balance, parse_rotary_scaling
+from .parse import batch_sizes_of, iters_of_samples, parse_balance, parse_layer_types, parse_rotary_scaling
 from .precision import PrecisionConfig
 from .run import RunConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
@@ -42,7 +42,7 @@ MoeRouting = Literal["topk", "expert-choice", "balanced"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 TokenDropPolicy = Literal["probs", "position"]
 Positions = Literal["learned", "rotary", "relative"]
-Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu"]
+Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu", "clamped_swiglu"]
 Normalization = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
 NormPlacement = Literal["pre", "sandwich", "post"]
 QkNorm = Literal["none", "head", "projection"]
@@ -64,7 +64,7 @@ def _activation(values: Mapping[str, Any]) -> str:
 
 
 def _is_gated(values: Mapping[str, Any]) -> bool:
-    return (values.get("activation") or _activation(values)) in ("swiglu", "geglu")
+    return (values.get("activation") or _activation(values)) in ("swiglu", "geglu", "clamped_swiglu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +141,8 @@ class ModelConfig(LayerOptions):
         "Activation of the MLP.",
         derive=("gelu_tanh for gpt, swiglu for llama", lambda v, _: _activation(v)),
     )
+    swiglu_alpha: float = option("Slope of the sigmoid of clamped_swiglu.", default=1.702, above=0)
+    swiglu_limit: float = option("Limit of gate and up of clamped_swiglu.", default=7.0, above=0)
     normalization: Normalization = option(
         "Normalization; rmsnorm_1p multiplies by 1 + weight.",
         derive=("rmsnorm for llama, else layernorm", lambda v, _: "rmsnorm" if _is_llama(v) else "layernorm"),
@@ -165,6 +167,17 @@ class ModelConfig(LayerOptions):
         default=None,
         minimum=1,
     )
+    layer_types: str | None = option(
+        "Pattern of layers: sliding or full, such as sliding,full; none: all alike.", default=None, words=True
+    )
+    local_rotary_base: float | None = option(
+        "Rotary base of sliding layers, without scaling; none: as all.", default=None, above=0
+    )
+    attn_logit_softcapping: float | None = option("Soft cap of attention scores; none: no cap.", default=None, above=0)
+    final_logit_softcapping: float | None = option(
+        "Soft cap of the output layer's logits; none: no cap.", default=None, above=0
+    )
+    attention_sinks: bool = option("Give each attention head a learned sink in its softmax.", default=False)
     relative_attention_num_buckets: int = option("Number of relative-position buckets (t5).", default=32, minimum=4)
     relative_attention_max_distance: int = option(
         "Distance in tokens of the last relative-position bucket (t5).", default=128, minimum=4
@@ -202,6 +215,7 @@ class ModelConfig(LayerOptions):
         "Balance by a bias of each expert, which only the choice reads.", default=False
     )
     moe_router_bias_update_rate: float = option("Change of an expert's bias per step.", default=1e-3, minimum=0)
+    moe_router_bias: bool = option("Give the logits of the router a learned bias.", default=False)
     moe_router_num_groups: int | None = option(
         "Number of groups of experts that limit a token's choice.",
         default=None,
@@ -270,6 +284,15 @@ class ModelConfig(LayerOptions):
     def base_family(self) -> str:
         """The built-in family whose samples, defaults and option rules the family has."""
         return base_family(self.family)
+
+    @property
+    def layer_type_pattern(self) -> tuple[str, ...] | None:
+        """The pattern of ``--layer-types`` in Hugging Face's names; None where all layers are alike.
+
+        Raises:
+            UsageError: it has another form.
+        """
+        return None if self.layer_types is None else parse_layer_types(self.layer_types)
 
     @property
     def rotary_scaling_object(self) -> Mapping[str, Any] | None:

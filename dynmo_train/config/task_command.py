@@ -7,7 +7,7 @@ accepted for compatibility and ignored.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -21,6 +21,7 @@ from .compat_flag import CompatFlag, becomes, ignored, refused
 from .compat_flags import FLAGS
 from .options import OptionSpec
 from .panels import TASK_PANELS
+from .parse import parse_layer_types, parse_rotary_scaling, repeat_pattern
 from .resolve import built_in_specs
 
 MODEL_KEY = "dynmo.model"
@@ -32,6 +33,11 @@ MANIFEST_NAMES = {
     "attention_window": "sliding_window",
 }
 
+# Options with a format of their own: the value in a manifest, from the text and the stored value.
+FORMATS: Mapping[str, Callable[[str, Any], Any]] = {
+    "rotary_scaling": lambda text, _stored: parse_rotary_scaling(text),
+    "layer_types": lambda text, stored: repeat_pattern(parse_layer_types(text), len(stored or ())),
+}
 _TRAINING_ONLY = "no effect without training"
 TASK_FLAGS: Mapping[str, CompatFlag] = {
     **{flag: known for flag, known in FLAGS.items() if known.kind != "refused" or "launcher" in known.reason},
@@ -150,6 +156,8 @@ def check_model_flags(flags: Mapping[str, Any], model: Mapping[str, Any], direct
     problems = []
     for name, value in flags.items():
         stored = model.get(MANIFEST_NAMES.get(name, name), value)
+        if name in FORMATS and stored is not value:
+            value = FORMATS[name](str(value), stored)
         if stored != value:
             message = f"is {value}; must be {stored}, as in the checkpoint {directory}; leave it out"
             problems.append(Problem(built_in_specs()[name].flag, "model", message))

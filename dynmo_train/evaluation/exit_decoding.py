@@ -29,6 +29,7 @@ from ..models.blocks import Embedding, SelfAttention
 from ..models.early_exit import ActiveTokens, Exit, response_of
 from ..models.head import Head
 from ..models.key_values import KVCache
+from ..models.kv_cache import rotaries_of, rotation_of
 from ..models.layer_list import ItemSpec, ModelFamily, output_of
 
 
@@ -137,8 +138,7 @@ class SegmentDecoder:
             if isinstance(modules[item.name]._modules.get("exit"), Exit):
                 self._segments.append([])
         self._exits = exits_of(modules)
-        attentions = (module for module in modules.values() if isinstance(module, SelfAttention))
-        self._rotary = next((module.rotary for module in attentions if module.rotary is not None), None)
+        self._rotaries = rotaries_of(modules.values())
         self._start()
 
     def _start(self) -> None:
@@ -166,12 +166,12 @@ class SegmentDecoder:
         mask = None
         if past and new > 1:
             mask = torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past)
-        rotation = None if self._rotary is None else self._rotary.cos_sin(past, new, device, x_1TD.dtype)
+        rotations = {key: each.cos_sin(past, new, device, x_1TD.dtype) for key, each in self._rotaries.items()}
         before_1TD = x_1TD
         for item in self._segments[segment]:
             module, before_1TD = self.modules[item.name], x_1TD
             if isinstance(module, SelfAttention):
-                x_1TD = module.extend_into(x_1TD, self._caches[item.name], mask, rotation)
+                x_1TD = module.extend_into(x_1TD, self._caches[item.name], mask, rotation_of(module, rotations))
             else:
                 x_1TD = output_of((module.plain if isinstance(module, ActiveTokens) else module)(x_1TD))
         self._done[segment] += new

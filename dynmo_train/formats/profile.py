@@ -73,7 +73,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ItemInfo:
-    """One item of the layer list at the finest granularity; ``boundary_bytes`` leave it, a microbatch."""
+    """One item of the layer list at the finest granularity; ``boundary_bytes`` leave it, a microbatch.
+
+    ``x_attention_window``: keys that a token attends to in this item, where layers differ; None where these are all.
+    """
 
     name: str
     layer: str
@@ -85,6 +88,7 @@ class ItemInfo:
     boundary_bytes: int
     cut_before: bool
     tied_to: str | None = None
+    x_attention_window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,9 @@ def analytic_keys(
 
 
 def _plain(info: Any) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(info).items()}
+    fields = asdict(info).items()
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields}
+    return {name: value for name, value in plain.items() if value is not None or not name.startswith("x_")}
 
 
 def header_record(

@@ -22,8 +22,9 @@ from torch import nn
 from ..parallel.context_parallel import ContextRegion
 from ..parallel.random_stream import item_dropout
 from .context_attention import attend_context
+from .eager_attention import eager_attention
 from .embedding_grad import PendingRows, look_up
-from .gated import GATED, are_stacked, gated_activation, join_gated, stacked_rows
+from .gated import Activation, are_stacked, gated_activation, is_gated, join_gated, stacked_rows
 from .hashed_attention import HashedAttention
 from .key_values import KeysValues, KVCache
 from .linear import PrunableLinear, overlapped_pair
@@ -153,6 +154,11 @@ class SelfAttention(nn.Module):
         rotary: rotates queries and keys by their position.
         relative: bias added to the scores by distance; scores are then not scaled (Raffel et al. 2020, section 2.1).
         window: keys that a token of a causal model attends to, itself included; None means all.
+        softcap: the scores are capped to ``softcap * tanh(scores / softcap)``; None means that they are not.
+        sinks: whether each head has a learned logit ``sinks [H]``, which takes part of the softmax without a value.
+
+    Raises:
+        ValueError: ``attention_dropout`` with a soft cap or sinks.
     """
 
     def __init__(
@@ -176,9 +182,12 @@ class SelfAttention(nn.Module):
         rotary: Rotary | None = None,
         relative: RelativeBias | None = None,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.softcap = window, softcap
+        self.sinks: torch.Tensor | None = nn.Parameter(torch.zeros(heads, device=device)) if sinks else None
         self.head_width = head_width or width // heads
         groups = groups or heads
         self.queries_per_group = heads // groups
@@ -191,6 +200,8 @@ class SelfAttention(nn.Module):
         self.rotary, self.causal = rotary, causal
         self.scale = scale if relative is None else 1.0
         self.dropout, self.attention_dropout = dropout, attention_dropout
+        if self.is_eager and attention_dropout:
+            raise ValueError("attention with a soft cap or sinks has no dropout of its weights")
         self.sparse: HashedAttention | None = None
         self.context: ContextRegion | None = None  # set by ``join_context``
 
@@ -248,6 +259,8 @@ class SelfAttention(nn.Module):
         self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor:
         """What :meth:`attend` gives to ``dense``, of ``q_BHTK``, ``k_BGSK``, ``v_BGSK``, ``mask``: ``[B, H, T, K]``."""
+        if self.is_eager:
+            return self._eager(q_BHTK, k_BGSK, v_BGSK, mask, causal)
         dropout = self.attention_dropout if self.training else 0.0
         grouped = self.queries_per_group > 1 and _reads_grouped_keys(q_BHTK.device, mask, dropout)
         if not grouped:
@@ -262,6 +275,36 @@ class SelfAttention(nn.Module):
             is_causal=causal,
             scale=self.scale,
             enable_gqa=grouped,
+        )
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether torch has no fused kernel for this attention; it has no dropout then."""
+        return self.softcap is not None or self.sinks is not None
+
+    def has_kernel(self, q_BHTK: torch.Tensor) -> bool:
+        """Whether sequences of variable length have a kernel for these queries, ``[B, H, T, K]``."""
+        return not self.is_eager and has_kernel(q_BHTK, self.attention_dropout if self.training else 0.0)
+
+    def _eager(
+        self,
+        q_BHTK: torch.Tensor,
+        k_BGSK: torch.Tensor,
+        v_BGSK: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        return eager_attention(
+            q_BHTK,
+            k_BGSK,
+            v_BGSK,
+            scale=self.scale,
+            cap=self.softcap,
+            sinks_H=self.sinks,
+            mask=mask,
+            causal=causal,
+            window=window,
         )
 
     def _for_each_head(self, x_BGSK: torch.Tensor) -> torch.Tensor:
@@ -357,7 +400,10 @@ class SelfAttention(nn.Module):
         B, _, T, _ = q_BHTK.shape
         if window >= T:
             return self.attend(q_BHTK, k_BGTK, v_BGTK, None, True)
-        if not has_kernel(q_BHTK, self.attention_dropout if self.training else 0.0):
+        if self.is_eager:
+            y_BHTK = self._eager(q_BHTK, k_BGTK, v_BGTK, None, True, window)
+            return self.output(y_BHTK.transpose(1, 2).flatten(2))
+        if not self.has_kernel(q_BHTK):
             return self.attend(q_BHTK, k_BGTK, v_BGTK, window_mask(T, T, window, q_BHTK.device), False)
         offsets = sample_offsets(B, T, q_BHTK.device)
         y_BTR = attend_sequences(
@@ -420,7 +466,7 @@ class SelfAttention(nn.Module):
                 band_TS = window_mask(T, keys, self.window, q.device)
                 mask, causal = band_TS if mask is None else mask & band_TS, False
         groups = k.shape[1]
-        if groups < H and T == 1:
+        if groups < H and T == 1 and not self.is_eager:
             # The queries of a group take the token dimension, so that no key is repeated for each of them.
             y_BGPK = F.scaled_dot_product_attention(
                 q.reshape(B, groups, -1, K), k_BGSK, v_BGSK, attn_mask=mask, scale=self.scale
@@ -435,14 +481,16 @@ class FeedForward(nn.Module):
     Args:
         width: model width D.
         inner: width F inside the MLP.
-        activation: a key of ``ACTIVATIONS`` or ``GATED``.
+        activation: a key of ``ACTIVATIONS`` or ``GATED``, or a ``ClampedSwiglu``.
         device: where the parameters are created.
         bias: whether the linear layers have biases.
     """
 
-    def __init__(self, *, width: int, inner: int, activation: str, device: torch.device, bias: bool = True) -> None:
+    def __init__(
+        self, *, width: int, inner: int, activation: Activation, device: torch.device, bias: bool = True
+    ) -> None:
         super().__init__()
-        self.activation, self.gated = activation, activation in GATED
+        self.activation, self.gated = activation, is_gated(activation)
         if self.gated:
             self.gate = PrunableLinear(width, inner, device, bias=bias)
             self.up = PrunableLinear(width, inner, device, bias=bias)
@@ -459,7 +507,7 @@ class FeedForward(nn.Module):
         """
         product = linear or self._own_linear
         if not self.gated:
-            return product("fc2", ACTIVATIONS[self.activation](product("fc1", x)))
+            return product("fc2", ACTIVATIONS[str(self.activation)](product("fc1", x)))
         gate, up = self._gate_and_up(x) if linear is None else (linear("gate", x), linear("up", x))
         return product("fc2", gated_activation(gate, up, self.activation))
 
@@ -508,7 +556,7 @@ class Mlp(FeedForward):
     Args:
         width: model width D.
         inner: width F inside the MLP.
-        activation: a key of ``ACTIVATIONS`` or ``GATED``.
+        activation: a key of ``ACTIVATIONS`` or ``GATED``, or a ``ClampedSwiglu``.
         norm: normalization before the sublayer; ``nn.Identity`` where there is none.
         device: where the parameters are created.
         bias: whether the linear layers have biases.
@@ -521,7 +569,7 @@ class Mlp(FeedForward):
         *,
         width: int,
         inner: int,
-        activation: str,
+        activation: Activation,
         norm: nn.Module,
         device: torch.device,
         bias: bool = True,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..parallel.context_parallel import ContextRegion
-from .varlen import attend_sequences, has_kernel, sample_offsets, window_mask
+from .varlen import attend_sequences, sample_offsets, window_mask
 
 HEAD_PARTS = 2
 """Parts that heads are gathered in: more parts hide more of the first gather, but leave a GPU with small kernels."""
@@ -26,8 +26,10 @@ class CausalAttention(Protocol):
 
     window: int | None
     scale: float | None
-    attention_dropout: float
-    training: bool
+    sinks: torch.Tensor | None
+
+    def has_kernel(self, q_BHTK: torch.Tensor) -> bool:
+        """Whether sequences of variable length have a kernel for ``q_BHTK``."""
 
     def weighted_values(
         self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool
@@ -143,7 +145,8 @@ def attend_context(
         attention: the module.
         documents: where a token attends to its own document only.
     """
-    parts = HEAD_PARTS if k_BGTK.shape[1] % HEAD_PARTS == 0 else 1
+    # The sinks are of all heads of the module.
+    parts = HEAD_PARTS if k_BGTK.shape[1] % HEAD_PARTS == 0 and attention.sinks is None else 1
     split = zip(k_BGTK.chunk(parts, dim=1), v_BGTK.chunk(parts, dim=1), strict=True)
     started = [context.start_gather(k, v) for k, v in split]
     heads = []
@@ -164,7 +167,7 @@ def _attend_chunks(
     """:func:`attend_context` with the keys and values of all tokens."""
     B, _, T, _ = q_BHTK.shape
     chunk, device = T // 2, q_BHTK.device
-    uses_kernel = has_kernel(q_BHTK, attention.attention_dropout if attention.training else 0.0)
+    uses_kernel = attention.has_kernel(q_BHTK)
     parts = []
     for number, (q, S) in enumerate(zip(q_BHTK.chunk(2, dim=2), context.keys_of_chunks(T), strict=True)):
         k, v = keys[:, :, :S], values[:, :, :S]

@@ -24,6 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..parallel.tensor_parallel import PendingGather, TensorRegion
+from .softcap import soft_cap_, soft_cap_slope
 
 # Measured on CPU (V 50,304, D 384): any chunk above 100 tokens takes about 0.9 of the time of one product of all.
 CHUNK_TOKENS = {"cpu": 128, "cuda": 4096}
@@ -105,6 +106,19 @@ def _chunk_of(logits_PV: torch.Tensor, rows: slice, labels_P: torch.Tensor, firs
     return _Chunk(rows, logits_PV, labels_P1, own_P, statistics_3P)
 
 
+def _slope_of(chunk: _Chunk, cap: float) -> torch.Tensor:
+    """The derivative of a chunk's capped logits by its logits, float32 ``[P, V]``."""
+    top_P, _, chosen_P = chunk.statistics_3P
+    slope_PV = soft_cap_slope(chunk.exponentials_PV, top_P[:, None], cap)
+    if slope_PV.shape[1]:
+        # The exponential of an unlikely label may have underflowed; its gradient does not depend on it.
+        of_label_P = 1.0 - (chosen_P / cap).square()
+        if chunk.own_P is not None:
+            of_label_P = torch.where(chunk.own_P, of_label_P, slope_PV.gather(1, chunk.labels_P1)[:, 0])
+        slope_PV.scatter_(1, chunk.labels_P1, of_label_P[:, None])
+    return slope_PV
+
+
 def _joined(statistics_R3P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Largest logit, sum of exponentials relative to it, and label's logit ``[P]`` over the ranks' vocabulary."""
     largest_RP, sums_RP, chosen_RP = statistics_R3P.unbind(1)
@@ -130,6 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         region: TensorRegion | None,
         factor: float,
+        cap: float | None,
     ) -> torch.Tensor:
         """The weighted sum of the losses, over ``vocabulary`` tokens, ``chunk_tokens`` tokens at a time.
 
@@ -154,10 +169,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             factors_P = weights_P / sums_P
             if pending is not None:
                 factors_P = factors_P * (own_top_P - top_P).exp()
+            # Before the exponentials are overwritten: they have the capped logits, whose slope the gradient needs.
+            slope_PV = None if cap is None else _slope_of(chunk, cap)
             logits_PV = chunk.exponentials_PV.mul_(factors_P[:, None])
             if real:
                 once_P = weights_P if chunk.own_P is None else weights_P.masked_fill(~chunk.own_P, 0.0)
                 logits_PV.scatter_add_(1, chunk.labels_P1, -once_P[:, None])
+            if slope_PV is not None:
+                logits_PV.mul_(slope_PV)
             gradients.add(chunk.rows, x_PD, weight_VD, logits_PV)
 
         # Under tensor parallelism the sums of a chunk travel while the logits of the next one are computed: the
@@ -175,7 +194,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(x_PD, weight_VD.t(), out=logits_PV)
             else:
                 torch.addmm(bias_V, x_PD, weight_VD.t(), out=logits_PV)
-            chunk = _chunk_of(logits_PV.float(), rows, labels_N[rows], first, sharded=region is not None)
+            chunk = _chunk_of(
+                soft_cap_(logits_PV.float(), cap), rows, labels_N[rows], first, sharded=region is not None
+            )
             if region is None:
                 finish(chunk, None)
                 continue
@@ -211,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ratio = torch.where(scale == applied, 1.0, scale / applied)  # both may be 0
             gradients = [None if gradient is None else gradient * ratio for gradient in gradients]
         typed = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return *typed, None, None, None, None, None, None
+        return *typed, None, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -225,6 +246,7 @@ def linear_cross_entropy(
     chunk_tokens: int,
     region: TensorRegion | None = None,
     factor: float = 1.0,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """``sum_n weights_n * -log softmax(W x_n + b)[label_n]`` in float32.
 
@@ -242,6 +264,7 @@ def linear_cross_entropy(
         region: tensor-parallel ranks that share the rows of the weight in order; None for one rank. The gradient of
             ``x_ND`` is then this rank's part of the sum.
         factor: what the backward will multiply the loss by, or near it; float16 gradients are formed at this scale.
+        cap: soft cap of the logits; None means none.
 
     Returns:
         A float32 scalar, equal on all ranks.
@@ -256,6 +279,7 @@ def linear_cross_entropy(
         chunk_tokens,
         region,
         factor if x_ND.dtype == torch.float16 else 1.0,
+        cap,
     )
     return loss
 
@@ -298,6 +322,7 @@ def mean_linear_cross_entropy(
     vocabulary: int,
     region: TensorRegion | None = None,
     factor: float = 1.0,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """The mean over the tokens whose count is 1; 0 where there is none.
 
@@ -310,6 +335,7 @@ def mean_linear_cross_entropy(
         vocabulary: number of true token ids V.
         region: tensor-parallel ranks that share the rows of the weight in order; None for one rank.
         factor: of the loss in the backward, as of :func:`linear_cross_entropy`.
+        cap: soft cap of the logits; None means none.
 
     Returns:
         A float32 scalar.
@@ -332,4 +358,5 @@ def mean_linear_cross_entropy(
         chunk_tokens=chunk_tokens,
         region=region,
         factor=factor,
+        cap=cap,
     )

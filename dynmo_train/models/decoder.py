@@ -5,11 +5,14 @@
     normalization      layernorm, rmsnorm, rmsnorm_1p          norm_placement   pre, sandwich, post
     position_embedding learned, rotary                         qk_norm          head, projection
     activation         of ACTIVATIONS and GATED                *_bias           of attention and MLP
+
+Attentions may differ by layer: ``layer_types`` states which have the sliding window, and the base of those alone may be
+another one, ``local_rotary_base``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -17,9 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import torch
 from torch import nn
 
-from .blocks import Embedding
+from ..config.parse import repeat_pattern
+from .blocks import Embedding, SelfAttention
 from .documents import STARTS, PackedAttention, PackedEmbedding, PackedLatentAttention
 from .family import HEAD, WORD, Builders, Family, ModelDims, chain_items
+from .gated import ClampedSwiglu
 from .head import Head
 from .latent_attention import LatentAttention, LatentShape
 from .layer_list import ItemSpec
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 
 PRE, SANDWICH, POST = "pre", "sandwich", "post"
 HEAD_NORM, PROJECTION_NORM = "head", "projection"
+CLAMPED_SWIGLU = "clamped_swiglu"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 RMS_NORMS: Mapping[str, Callable[..., nn.Module]] = {"rmsnorm": RmsNorm, "rmsnorm_1p": RmsNorm1p}
 STATED_AS_THEY_ARE = (
     "normalization",
@@ -46,6 +53,12 @@ STATED_AS_THEY_ARE = (
     "sliding_window",
     "embedding_scale",
     "attention_scale",
+    "local_rotary_base",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "attention_sinks",
+    "swiglu_alpha",
+    "swiglu_limit",
 )
 
 
@@ -69,6 +82,13 @@ class DecoderShape(ModelDims):
     rotary_scaling: Mapping[str, Any] | None = None
     rotary_fraction: float = 1.0
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    local_rotary_base: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    attention_sinks: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     tied_embeddings: bool = True
     embedding_scale: float = 1.0
     attention_scale: float | None = None
@@ -90,6 +110,7 @@ class DecoderShape(ModelDims):
             num_key_value_heads=model.num_query_groups,
             head_dim=model.kv_channels,
             sliding_window=model.attention_window,
+            layer_types=layer_types_of(model.layer_type_pattern, model.num_layers),
             tied_embeddings=not model.untie_embeddings_and_output_weights,
             position_embedding=model.position_embedding_type,
             attention_bias="all" if model.add_bias_linear else "qkv" if model.add_qkv_bias else "none",
@@ -103,6 +124,24 @@ class DecoderShape(ModelDims):
             latent=LatentShape.from_config(config),
             **own,
         )
+
+    @classmethod
+    def from_manifest(cls, model: Mapping[str, Any]) -> Self:
+        """The sizes that the ``model`` object of a manifest states."""
+        shape = super().from_manifest(model)
+        return shape if shape.layer_types is None else replace(shape, layer_types=tuple(shape.layer_types))
+
+    def is_local(self, layer: int) -> bool:
+        """Whether the attention of a layer, counted from 0, has the sliding window."""
+        if self.sliding_window is None:
+            return False
+        return self.layer_types is None or self.layer_types[layer] == SLIDING_ATTENTION
+
+    def rotary_of(self, layer: int) -> Rotary:
+        """The rotation of queries and keys in a layer; a base of local layers has no scaling, as in Gemma 3."""
+        if self.local_rotary_base is not None and self.is_local(layer):
+            return Rotary(self.rotary_width, self.local_rotary_base)
+        return Rotary(self.rotary_width, self.rotary_base, self.rotary_scaling)
 
     @property
     def head_width(self) -> int:
@@ -132,6 +171,7 @@ class DecoderShape(ModelDims):
             "num_key_value_heads": self.groups,
             "head_dim": self.head_width,
             "rotary_scaling": scaling,
+            "layer_types": None if self.layer_types is None else list(self.layer_types),
             **{name: getattr(self, name) for name in STATED_AS_THEY_ARE},
         }
 
@@ -142,6 +182,25 @@ class DecoderShape(ModelDims):
 
 
 Shape = TypeVar("Shape", bound=DecoderShape)
+
+
+def layer_types_of(pattern: Sequence[str] | None, num_layers: int) -> tuple[str, ...] | None:
+    """The types of all layers, by a pattern that repeats; None where all have the window, if the model has one.
+
+    Args:
+        pattern: ``full_attention`` and ``sliding_attention`` by layer; None means the window in all layers.
+        num_layers: number of layers.
+    """
+    if pattern is None:
+        return None
+    types = tuple(repeat_pattern(pattern, num_layers))
+    return None if set(types) == {SLIDING_ATTENTION} else types
+
+
+def layer_number(name: str) -> int:
+    """The number of the layer that an item is a part of, by its name: 7 of ``layers.7.attention``; 0 for others."""
+    words = name.split(".")
+    return int(words[1]) if words[0] == "layers" else 0
 
 
 class Decoder(Family[Shape]):
@@ -201,7 +260,9 @@ class Decoder(Family[Shape]):
 
     def builders(self, name: str) -> Builders:
         """Layers that read where documents begin, where the run asks for it."""
+        layer = layer_number(name)
         builders = dict(super().builders(name))
+        builders["attention"] = lambda device: SelfAttention(**self.attention_options(device, layer))
         if self._resets_position_table:
             builders["embedding"] = lambda device: PackedEmbedding(**self.embedding_options(device))
         packed: dict[str, Any] = {}
@@ -210,7 +271,7 @@ class Decoder(Family[Shape]):
                 "reset_positions": self.shape.reset_position_ids,
                 "reset_mask": self.shape.reset_attention_mask,
             }
-            builders["attention"] = lambda device: PackedAttention(**packed, **self.attention_options(device))
+            builders["attention"] = lambda device: PackedAttention(**packed, **self.attention_options(device, layer))
         if self.shape.latent is not None:
             kind = PackedLatentAttention if packed else LatentAttention
             builders["attention"] = lambda device: kind(**packed, **self.latent_options(device))
@@ -274,16 +335,18 @@ class Decoder(Family[Shape]):
         options = {**super().embedding_options(device), "scale": self.shape.embedding_scale}
         return options if self._learns_positions else {**options, "positions": 0}
 
-    def attention_options(self, device: torch.device) -> dict[str, Any]:
-        """Adds grouped queries, positions, norms, biases and the sliding window."""
+    def attention_options(self, device: torch.device, layer: int = 0) -> dict[str, Any]:
+        """Adds grouped queries, positions, norms, biases, and the sliding window of a layer.
+
+        Args:
+            device: where the parameters are created.
+            layer: number of the layer, from 0.
+        """
         shape = self.shape
         widths = {
             HEAD_NORM: (shape.head_width, shape.head_width),
             PROJECTION_NORM: (shape.num_attention_heads * shape.head_width, shape.groups * shape.head_width),
         }.get(shape.qk_norm or "")
-        rotary = None
-        if not self._learns_positions:
-            rotary = Rotary(shape.rotary_width, shape.rotary_base, shape.rotary_scaling)
         return {
             **super().attention_options(device),
             **self._norms(device),
@@ -294,8 +357,10 @@ class Decoder(Family[Shape]):
             "query_norm": None if widths is None else self._norm_of(widths[0], device),
             "key_norm": None if widths is None else self._norm_of(widths[1], device),
             "scale": shape.attention_scale,
-            "rotary": rotary,
-            "window": shape.sliding_window,
+            "rotary": None if self._learns_positions else shape.rotary_of(layer),
+            "window": shape.sliding_window if shape.is_local(layer) else None,
+            "softcap": shape.attn_logit_softcapping,
+            "sinks": shape.attention_sinks,
         }
 
     def latent_options(self, device: torch.device) -> dict[str, Any]:
@@ -324,7 +389,14 @@ class Decoder(Family[Shape]):
 
     def mlp_options(self, device: torch.device) -> dict[str, Any]:
         """Adds the norms and the bias."""
-        return {**super().mlp_options(device), **self._norms(device), "bias": self.shape.mlp_bias}
+        shape, options = self.shape, super().mlp_options(device)
+        if shape.activation == CLAMPED_SWIGLU:
+            options["activation"] = ClampedSwiglu(shape.swiglu_alpha, shape.swiglu_limit)
+        return {**options, **self._norms(device), "bias": shape.mlp_bias}
+
+    def head_options(self, device: torch.device) -> dict[str, Any]:
+        """Adds the soft cap of the logits."""
+        return {**super().head_options(device), "softcap": self.shape.final_logit_softcapping}
 
     def own_manifest(self) -> dict[str, object]:
         """Number of blocks, what the model has and others of its name have not, and the experts."""

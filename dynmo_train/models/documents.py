@@ -28,7 +28,7 @@ from ..parallel.random_stream import item_dropout
 from .blocks import Embedding, SelfAttention
 from .context_attention import Documents, DocumentSizes, attend_context, document_sizes
 from .latent_attention import LatentAttention
-from .varlen import CAUSAL, attend_sequences, has_kernel, window_mask
+from .varlen import CAUSAL, attend_sequences, window_mask
 
 # The batch tensor; ``data/gpt_dataset.py`` computes it.
 STARTS = "document_starts"
@@ -134,7 +134,7 @@ class PackedAttention(SelfAttention):
             y_BTD = self.output(attend_context(q, k, v, self.context, self, documents))
         elif not self.reset_mask:
             y_BTD = self._attend_window(q, k, v, self.window or q.shape[2])
-        elif self.most_documents and has_kernel(q, self.attention_dropout if self.training else 0.0):
+        elif self.most_documents and self.has_kernel(q):
             y_BTD = self._attend_varlen(q, k, v, starts_BT)
         else:
             mask = document_mask(starts_BT)

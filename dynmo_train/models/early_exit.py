@@ -48,6 +48,7 @@ from .layer_list import ItemOutput, ItemSpec, output_of
 from .linear import dense_products_by
 from .mixture_of_depths import RoutedBlock
 from .moe import MoeMlp
+from .softcap import soft_cap, soft_cap_
 from .token_select import TokenSelection, order_tokens, select_all, select_tokens
 
 # The value that later items read, ``[B, T]`` in the type of the stream: 1 where a token has exited.
@@ -221,6 +222,7 @@ class Exit(nn.Module):
                 torch.mm(head.features(x_PD[None])[0], weight_VD.t(), out=logits_PV)
                 if bias_V is not None:
                     logits_PV += bias_V
+                soft_cap_(logits_PV, head.softcap)
             parts.append(response_of(logits_PV.float()))
         return torch.cat(parts).view(x_BCD.shape[:2])
 
@@ -269,6 +271,7 @@ class Exit(nn.Module):
             labels_1N[0],
             ids_S,
             vocabulary=vocabulary,
+            cap=self.head.softcap,  # type: ignore[arg-type]
         )
         weights_N = real_1N[0].to(losses_N.dtype)
         return (losses_N * weights_N).sum() / weights_N.sum().clamp(min=1.0)
@@ -301,6 +304,7 @@ def sampled_cross_entropy(
     ids_S: torch.Tensor,
     *,
     vocabulary: int,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of each token ``[N]`` with the partition function estimated from sampled ids.
 
@@ -314,12 +318,14 @@ def sampled_cross_entropy(
         labels_N: int64 token ids, ``[N]``.
         ids_S: int64 different ids, ``[S]``, drawn uniformly.
         vocabulary: number of token ids V.
+        cap: soft cap of the logits; None means none.
     """
     own_N = (x_ND * weight_VD.index_select(0, labels_N)).sum(1).float()
     logits_NS = F.linear(x_ND, weight_VD.index_select(0, ids_S)).float()
     if bias_V is not None:
         own_N = own_N + bias_V.index_select(0, labels_N)
         logits_NS = logits_NS + bias_V.index_select(0, ids_S)
+    own_N, logits_NS = soft_cap(own_N, cap), soft_cap(logits_NS, cap)
     is_label_NS = labels_N[:, None] == ids_S
     negatives_N = (len(ids_S) - is_label_NS.sum(1)).clamp(min=1)
     correction_N = torch.log((vocabulary - 1) / negatives_N)

@@ -31,6 +31,16 @@ def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 
     return round(total)
 
 
+def attention_windows(family: ModelFamily) -> dict[str, int | None]:
+    """The keys that a token attends to, by attention; None where these are all. Layers may differ."""
+    found: dict[str, int | None] = {}
+    for item in family.items:
+        if item.kind in ("attention", "cross_attention") or is_prediction(item):
+            module = family.build(item.name, torch.device("meta"))
+            found[item.name] = getattr(getattr(module, "attention", module), "window", None)
+    return found
+
+
 def step_flops(
     family: ModelFamily,
     *,
@@ -39,13 +49,12 @@ def step_flops(
     tokens: int,
     experts: int = 1,
     active: float = 1,
-    window: int | None = None,
 ) -> int:
     """Floating-point operations of forward and backward, without recomputation.
 
     Two per weight and token in the forward, four in the backward. The two products of attention take ``4 T D`` per
-    token in the forward, over the whole square (as in Megatron and in PaLM, arXiv:2204.02311, appendix B); with a
-    sliding window of W keys ``4 W D``.
+    token in the forward, over the whole square (as in Megatron and in PaLM, arXiv:2204.02311, appendix B); in a layer
+    with a sliding window of W keys ``4 W D``.
 
     Args:
         family: the model.
@@ -54,11 +63,10 @@ def step_flops(
         tokens: tokens of a sample T.
         experts: experts of a layer.
         active: experts of a token; less than chosen where a capacity drops some.
-        window: keys W that a token attends to; None means all.
 
     Worked: GPT 345M, 1,024 tokens, one sample: 6 x 354 M x 1,024 + 12 x 24 x 1,024 x 1,024 x 1,024 = 2.48e12.
     """
     weights = matrix_parameters(family, experts=experts, active=active)
-    attention = sum(item.kind in ("attention", "cross_attention") or is_prediction(item) for item in family.items)
-    keys = tokens if window is None else min(window, tokens)
-    return samples * tokens * (6 * weights + 12 * attention * keys * width)
+    windows = attention_windows(family)
+    keys = sum(tokens if window is None else min(window, tokens) for window in windows.values())
+    return samples * tokens * (6 * weights + 12 * keys * width)

@@ -16,6 +16,7 @@ Shapes in names: N input rows, D model width, F width inside the MLP.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,23 +120,58 @@ GATED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Backward]] = {
 }
 
 
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """``(u + 1) g sigmoid(alpha g)`` of the gate ``g`` up to ``limit`` and ``u`` within ``-limit`` and ``limit``.
+
+    GPT-OSS's activation (transformers' ``GptOssExperts``).
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """The activation of ``gate`` and ``up``, of one shape."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+    def gradients(self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of ``gate`` and ``up`` from ``grad``, that of the result; all of one shape."""
+        low, inner = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        share = torch.sigmoid(low * self.alpha)
+        of_up = (grad * low * share).masked_fill_((up < -self.limit) | (up > self.limit), 0.0)
+        of_gate = grad * (inner + 1) * share * (1 + self.alpha * low * (1 - share))
+        return of_gate.masked_fill_(gate > self.limit, 0.0), of_up
+
+
+Activation = str | ClampedSwiglu
+
+
+def is_gated(activation: Activation) -> bool:
+    """Whether an activation is of two inputs, gate and up."""
+    return isinstance(activation, ClampedSwiglu) or activation in GATED
+
+
 class _Gated(torch.autograd.Function):
     """Saves gate and up alone; autograd would save the activation of the gate too."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """``gate`` is ``[..., F]``, or without ``up`` both halves, ``[..., 2F]``."""
         ctx.activation = activation
         ctx.save_for_backward(gate, up)
         gate, up = _halves(gate, up)
-        return GATED[activation][0](gate).mul_(up)
+        return activation(gate, up) if isinstance(activation, ClampedSwiglu) else GATED[activation][0](gate).mul_(up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         whole, other = ctx.saved_tensors
-        activate, backward = GATED[ctx.activation]
         gate, up = _halves(whole, other)
+        if isinstance(ctx.activation, ClampedSwiglu):
+            both = ctx.activation.gradients(grads[0], gate, up)
+            return (torch.cat(both, dim=-1), None, None) if other is None else (*both, None)
+        activate, backward = GATED[ctx.activation]
         into = torch.empty_like(whole)
         grad_up_whole = None if other is None else torch.empty_like(other)
         grad_gate, grad_up = _halves(into, grad_up_whole)
@@ -151,13 +187,13 @@ def _halves(whole: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tens
     return first, second
 
 
-def gated_activation(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+def gated_activation(gate: torch.Tensor, up: torch.Tensor | None, activation: Activation) -> torch.Tensor:
     """``activation(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
 
     Args:
         gate: ``[..., F]``; without ``up`` gate and up concatenated, ``[..., 2F]``.
         up: ``[..., F]`` or None.
-        activation: a key of ``GATED``.
+        activation: a key of ``GATED``, or a ``ClampedSwiglu``.
 
     Returns:
         ``[..., F]``.
@@ -165,6 +201,6 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor | None, activation: st
     if torch.compiler.is_compiling():
         # A compiler fuses these operations, and decides what to recompute.
         gate, up = _halves(gate, up)
-        return GATED[activation][0](gate) * up
+        return activation(gate, up) if isinstance(activation, ClampedSwiglu) else GATED[activation][0](gate) * up
     result: torch.Tensor = _Gated.apply(gate, up, activation)  # type: ignore[no-untyped-call]
     return result

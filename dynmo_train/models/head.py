@@ -11,6 +11,7 @@ from torch import nn
 
 from ..parallel.tensor_parallel import TensorRegion
 from .cross_entropy import mean_linear_cross_entropy
+from .softcap import soft_cap
 
 
 class Head(nn.Module):
@@ -27,6 +28,7 @@ class Head(nn.Module):
         device: where the parameters are created.
         bias: whether the projection has a bias.
         scale: factor on the normalized input (T5 scales by ``D^-0.5`` where embeddings are tied).
+        softcap: the logits are capped to ``softcap * tanh(logits / softcap)``; None means that they are not.
     """
 
     bias: nn.Parameter | None
@@ -41,12 +43,13 @@ class Head(nn.Module):
         device: torch.device,
         bias: bool = False,
         scale: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.norm = norm
         self.weight = nn.Parameter(torch.empty(rows, width, device=device))
         self.bias = nn.Parameter(torch.zeros(rows, device=device)) if bias else None
-        self.vocabulary, self.scale = vocabulary, scale
+        self.vocabulary, self.scale, self.softcap = vocabulary, scale, softcap
         # What the backward multiplies the loss by, with the loss scale; the stage sets it in each step.
         self.loss_factor = 1.0
         self.region: TensorRegion | None = None
@@ -64,9 +67,9 @@ class Head(nn.Module):
         """
         if self.region is not None:
             cut_BTV = F.linear(self.region.enter(self.features(x_BTD)), self.weight, self.bias)
-            return self.region.gather_vocabulary(cut_BTV)[..., : self.vocabulary]
+            return soft_cap(self.region.gather_vocabulary(cut_BTV)[..., : self.vocabulary], self.softcap)
         bias = None if self.bias is None else self.bias[: self.vocabulary]
-        return F.linear(self.features(x_BTD), self.weight[: self.vocabulary], bias)
+        return soft_cap(F.linear(self.features(x_BTD), self.weight[: self.vocabulary], bias), self.softcap)
 
     def local_rows(self) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         """Weight and bias of this rank's rows without padding, and the token id of the first row."""
@@ -93,4 +96,5 @@ class Head(nn.Module):
             self.vocabulary,
             self.region,
             self.loss_factor,
+            self.softcap,
         )

@@ -5,7 +5,7 @@ Shapes in names: B sequences, T new tokens, S all tokens so far, C active tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from .layer_list import ItemSpec, ModelFamily, output_of
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
 from .multi_token import is_prediction
+from .positions import Rotary, RotaryKey
+from .softcap import soft_cap
 from .sparse_formats import DENSE
 
 
@@ -44,12 +46,12 @@ class DecodingCache:
 
 @dataclass(frozen=True)
 class _TokenPositions:
-    """Positions ``[B, T]`` of new tokens, the mask of keys (None: all earlier ones), and the rotation."""
+    """Positions ``[B, T]`` of new tokens, the mask of keys (None: all earlier ones), and the rotations."""
 
     positions_BT: torch.Tensor
     past: int | torch.Tensor
     mask: torch.Tensor | None
-    cos_sin: CosSin | None
+    cos_sin: Mapping[RotaryKey, CosSin]
 
 
 class Decoder:
@@ -74,8 +76,7 @@ class Decoder:
         self.items = tuple(item for item in (family.items if items is None else items) if not is_prediction(item))
         # In evaluation mode, routers use their causal rule. The rules of training read all tokens of a sample.
         self.modules = {item.name: modules[item.name].eval() for item in self.items}
-        attentions = (module for module in self.modules.values() if isinstance(module, SelfAttention))
-        self._rotary = next((module.rotary for module in attentions if module.rotary is not None), None)
+        self._rotaries = rotaries_of(self.modules.values())
 
     @torch.inference_mode()
     def read(self, ids_BT: torch.Tensor, cache: DecodingCache) -> torch.Tensor:
@@ -113,7 +114,7 @@ class Decoder:
                 x, exited_BT = self._read_active(item, x, exited_BT, places.positions_BT, cache)
             elif type(module) in (SelfAttention, LatentAttention) and isinstance(module, SelfAttention):
                 kv_cache = cache.by_item.setdefault(item.name, KVCache(cache.capacity or self.max_tokens))
-                x = module.extend_into(x, kv_cache, places.mask, places.cos_sin)
+                x = module.extend_into(x, kv_cache, places.mask, rotation_of(module, places.cos_sin))
             else:
                 before = x
                 x, cache.by_item[item.name] = _extend(module, x, cache.by_item.get(item.name), places.positions_BT)
@@ -139,10 +140,8 @@ class Decoder:
             # A padding token attends to itself: a softmax over no key is NaN.
             itself_TS = F.pad(torch.eye(new, dtype=torch.bool, device=device), (past, 0))
             mask = ((key_mask_BS[:, None] & causal_TS) | itself_TS)[:, None] if new > 1 else key_mask_BS[:, None, None]
-        cos_sin = None
-        if self._rotary is not None:
-            weight = next(iter(next(iter(self.modules.values())).parameters()))
-            cos_sin = self._rotary.cos_sin(positions, new, device, weight.dtype)
+        weight = next(iter(next(iter(self.modules.values())).parameters()))
+        cos_sin = {key: each.cos_sin(positions, new, device, weight.dtype) for key, each in self._rotaries.items()}
         return _TokenPositions(positions_BT=positions_BT, past=positions, mask=mask, cos_sin=cos_sin)
 
     def _read_active(
@@ -180,6 +179,22 @@ class Decoder:
         return torch.cat(rows), torch.cat(exited_rows)
 
 
+def rotaries_of(modules: Iterable[nn.Module]) -> dict[RotaryKey, Rotary]:
+    """The different rotations of the attentions among ``modules``: most models have one, some one for local layers."""
+    found = (module.rotary for module in modules if isinstance(module, SelfAttention))
+    return {rotary.key: rotary for rotary in found if rotary is not None}
+
+
+def rotation_of(attention: SelfAttention, cos_sin: Mapping[RotaryKey, CosSin]) -> CosSin | None:
+    """The rotation of an attention; None without rotary positions.
+
+    Args:
+        attention: the attention.
+        cos_sin: the rotations of all attentions.
+    """
+    return None if attention.rotary is None else cos_sin[attention.rotary.key]
+
+
 def store_by_columns(module: nn.Module) -> None:
     """Store dense weights ``[O, I]`` in column-major order; shapes and values are unchanged.
 
@@ -209,7 +224,9 @@ def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:
     weight_VD, bias_V, _ = head.local_rows()
     rows = head.weight.shape[0]
     own_BV = x_BTD.new_zeros(len(x_BTD), rows, dtype=torch.float32)
-    own_BV[:, : len(weight_VD)] = F.linear(head.features(x_BTD[:, -1]), weight_VD, bias_V).float()
+    own_BV[:, : len(weight_VD)] = soft_cap(
+        F.linear(head.features(x_BTD[:, -1]), weight_VD, bias_V).float(), head.softcap
+    )
     # Each row is nonzero on one rank, so the sum over ranks is exact.
     whole_VB = own_BV.new_zeros(rows * head.region.size, len(x_BTD))
     whole_VB[head.region.rank * rows : (head.region.rank + 1) * rows] = own_BV.t()

@@ -176,7 +176,7 @@ def train_before(items: Sequence[ItemSpec], index: int, frozen: int) -> dict[str
 # By name, not by module: masks, moments and stored tensors are split by the name of their parameter.
 CUT_FIRST = ("qkv", "query", "key_value", "fc1", "gate", "up")
 CUT_LAST = ("dense.weight", "fc2.weight", "relative.weight")
-CUT_ROWS = ("word.weight", "head.weight", "head.bias")
+CUT_ROWS = ("word.weight", "head.weight", "head.bias", ".sinks")
 
 
 def split_dim(parameter: str) -> int | None:

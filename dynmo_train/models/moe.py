@@ -31,6 +31,7 @@ from .balance_losses import AUX, GLOBAL, SEQUENCE, StartedLosses, StepCounts, co
 from .blocks import FeedForward
 from .expert_layers import ExpertLayers, layout_of_config, layout_of_manifest
 from .expert_sums import ExpertSums, chunk_bias, chunk_linear
+from .gated import Activation
 from .grouped_linear import can_group, grouped_linear
 from .layer_list import EXPERT_BIAS, ItemOutput
 from .moe_dispatch import (
@@ -444,10 +445,10 @@ class MoeMlp(nn.Module):
         moe: number of experts, routing and losses.
         width: model width D.
         inner: width inside each expert.
-        activation: a key of ``blocks.ACTIVATIONS`` or ``gated.GATED``.
+        activation: a key of ``blocks.ACTIVATIONS`` or ``gated.GATED``, or a ``ClampedSwiglu``.
         norm: normalization before the sublayer.
         device: where the parameters are created.
-        bias: whether the experts' linear layers have biases; the router has none.
+        bias: whether the experts' linear layers have biases.
         post_norm: normalization of the sublayer's output, before dropout and residual; None means none.
         dropout: dropout probability of the output.
 
@@ -463,7 +464,7 @@ class MoeMlp(nn.Module):
         moe: MoeShape,
         width: int,
         inner: int,
-        activation: str,
+        activation: Activation,
         norm: nn.Module,
         device: torch.device,
         bias: bool = True,
@@ -474,7 +475,9 @@ class MoeMlp(nn.Module):
         self.moe, self.norm, self.post_norm, self.dropout = moe, norm, post_norm, dropout
         self.context: ContextRegion | None = None  # set by ``join_context``
         self.counts = StepCounts()
-        self.router = nn.Linear(width, moe.num_experts, bias=False, device=device)
+        self.router = nn.Linear(width, moe.num_experts, bias=moe.router.bias, device=device)
+        if self.router.bias is not None:
+            nn.init.zeros_(self.router.bias)
         if moe.router.expert_bias:
             # A buffer of the router in float32, whatever the compute dtype is; ``ItemStore`` stores it with the item.
             bias_E = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..parallel.context_parallel import ContextRegion
 from .rotary_scaling import rotary_frequencies, rotary_magnitude
 
+RotaryKey = tuple[int, float, tuple[tuple[str, Any], ...] | None]
 CACHED_TABLES = 16
 """Tables that are kept: one for each sequence length and dtype of a run; 2 MiB for 4,096 tokens and heads of 128."""
 
@@ -77,6 +78,15 @@ class Rotary(nn.Module):
         super().__init__()
         self.width, self.base, self.scaling = width, base, scaling
 
+    @property
+    def key(self) -> RotaryKey:
+        """Equal for rotations that are equal."""
+        scaling = None
+        if self.scaling is not None:
+            listed = self.scaling.items()
+            scaling = tuple((name, tuple(each) if isinstance(each, list) else each) for name, each in listed)
+        return self.width, self.base, scaling
+
     def forward(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, past: int | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,8 +116,7 @@ class Rotary(nn.Module):
         if isinstance(past, torch.Tensor):
             return _angles(past[:, None].to(torch.float32), self.width, self.base, self.scaling, dtype)
         table = _rotary_table if _is_traced() else _cached_rotary_table
-        scaling = None if self.scaling is None else tuple(self.scaling.items())
-        return table(past, tokens, self.width, self.base, scaling, device, dtype)
+        return table(past, tokens, *self.key, device, dtype)
 
     @staticmethod
     def apply_rotary(

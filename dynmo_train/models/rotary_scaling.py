@@ -37,11 +37,14 @@ def rotary_frequencies(width: int, base: float, scaling: Scaling | None, positio
 
 def rotary_magnitude(scaling: Scaling | None) -> float:
     """The factor on cosine and sine, which scales the attention scores by its square (YaRN, section 3.4)."""
-    if scaling is None or scaling["rope_type"] != "yarn":
+    if scaling is None or scaling["rope_type"] not in ("yarn", "longrope"):
         return 1.0
     factor, given = float(scaling["factor"]), scaling.get("attention_factor")
     if given is not None:
         return float(given)
+    if scaling["rope_type"] == "longrope":
+        trained = float(scaling["original_max_position_embeddings"])
+        return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     scale, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
     # DeepSeek's form, where both are given.
     return (
@@ -107,4 +110,19 @@ def _yarn(frequencies: torch.Tensor, base: float, scaling: Scaling, _positions: 
     return scaled
 
 
-SCALINGS: Mapping[str, Scale] = {"linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+def _longrope(frequencies: torch.Tensor, _base: float, scaling: Scaling, positions: torch.Tensor) -> torch.Tensor:
+    """A factor for each plane, one list for short and one for long sequences (Ding et al. 2024, arXiv:2402.13753)."""
+    short, long = (torch.tensor(scaling[name], device=frequencies.device) for name in ("short_factor", "long_factor"))
+    # Of all positions together, as in transformers; not read by the host, which would wait for the device.
+    is_long = positions.amax() + 1 > scaling["original_max_position_embeddings"]
+    scaled: torch.Tensor = frequencies / torch.where(is_long, long, short)
+    return scaled
+
+
+SCALINGS: Mapping[str, Scale] = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -45,6 +45,7 @@ class RouterShape:
         scaling_factor: factor on the weights; None is 1.
         expert_bias: whether the choice adds a bias of each expert, which the training updates by the experts' loads.
         bias_update_rate: change of a bias per step.
+        bias: whether the logits have a learned bias, with a gradient.
         num_groups: number of equal groups of consecutive experts; None is one.
         group_topk: number of groups whose experts a token may choose.
         group_experts: number of the best experts of a group whose scores are added to the score of the group; None is
@@ -56,6 +57,7 @@ class RouterShape:
     scaling_factor: float | None = None
     expert_bias: bool = False
     bias_update_rate: float = 1e-3
+    bias: bool = False
     num_groups: int | None = None
     group_topk: int | None = None
     group_experts: int | None = None
@@ -67,7 +69,9 @@ class RouterShape:
 
     def manifest(self) -> dict[str, object]:
         """The fields of a manifest's ``model`` object; the update rate does not change what the model computes."""
+        own = {"moe_router_bias": True} if self.bias else {}
         return {
+            **own,
             "moe_router_score_function": self.score_function,
             "moe_router_pre_softmax": self.pre_softmax,
             "moe_router_topk_scaling_factor": self.scaling_factor,
@@ -88,6 +92,7 @@ class RouterShape:
             scaling_factor=model.moe_router_topk_scaling_factor,
             expert_bias=model.moe_router_enable_expert_bias,
             bias_update_rate=model.moe_router_bias_update_rate,
+            bias=model.moe_router_bias,
             num_groups=model.moe_router_num_groups,
             group_topk=model.moe_router_group_topk,
             group_experts=model.moe_router_group_experts,
@@ -101,6 +106,7 @@ class RouterShape:
             pre_softmax=model.get("moe_router_pre_softmax", False),
             scaling_factor=model.get("moe_router_topk_scaling_factor"),
             expert_bias=model.get("moe_router_enable_expert_bias", False),
+            bias=model.get("moe_router_bias", False),
             num_groups=model.get("moe_router_num_groups"),
             group_topk=model.get("moe_router_group_topk"),
             group_experts=model.get("moe_router_group_experts"),

@@ -16,6 +16,7 @@ from torch import nn
 from ..parallel.tensor_parallel import TensorRegion
 from .head import Head
 from .layer_list import ItemOutput, ItemSpec, ModelFamily
+from .softcap import soft_cap_
 
 LOSSES, HITS = "losses", "hits"
 # Tokens whose logits are in memory at a time.
@@ -30,6 +31,7 @@ class ScoringHead(Head):
         nn.Module.__init__(self)
         self.norm, self.weight, self.bias = head.norm, head.weight, head.bias
         self.vocabulary, self.scale, self.region = head.vocabulary, head.scale, head.region
+        self.softcap = head.softcap
 
     def forward(  # type: ignore[override] # returns more than a loss
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor
@@ -58,7 +60,7 @@ class ScoringHead(Head):
             torch.mm(self.features(x_PD), weight_VD.t(), out=logits_PV)
             if bias_V is not None:
                 logits_PV += bias_V
-            scored.append(_scores(logits_PV.float(), labels_P, first, self.region))
+            scored.append(_scores(soft_cap_(logits_PV.float(), self.softcap), labels_P, first, self.region))
         samples_N = counted_N // labels_BT.shape[1]
         metrics = {}
         for name, parts in zip((LOSSES, HITS), zip(*scored, strict=True), strict=True):

@@ -102,8 +102,10 @@ class VocabularyShardedFamily:
             return table_VD.detach()[begin:end].to(device, copy=True)
 
         words_VD = cut(_of_kind(self.base.build(first, host), Embedding).word.weight)
-        output_VD = None if self.is_tied else cut(_of_kind(self.base.build(last, host), Head).weight)
-        return VocabularyShard(begin, words_VD, output_VD, vocabulary_rows(self.base))
+        # On the meta device a head is its settings alone.
+        head = _of_kind(self.base.build(last, torch.device("meta") if self.is_tied else host), Head)
+        output_VD = None if self.is_tied else cut(head.weight)
+        return VocabularyShard(begin, words_VD, output_VD, vocabulary_rows(self.base), head.softcap)
 
     def split_dim(self, parameter: str) -> int | None:
         """The dimension along which tensor parallelism splits a parameter; see ``layer_list.split_dim``."""

@@ -12,7 +12,8 @@ Two neighboring parts merge to one: ``m = max(m_a, m_b)``, ``s = s_a exp(m_a - m
 
     loss = log s + m - c,   gradient of x = (U / s - Q) w,   gradient of W_k = (exp(z - log s - m) - one-hot)^T (w x)
 
-with ``w`` the weight of the token's loss. The merges follow one binary tree over the shards, which depends on their
+with ``w`` the weight of the token's loss. With a soft cap ``z`` is the capped logit; U, Q and the gradient of W_k have
+its derivative as a further factor. The merges follow one binary tree over the shards, which depends on their
 number alone: the sums have the same bits wherever the shards are.
 
 Shapes in names: B samples, T tokens, N = B*T, D model width, V rows of a shard, P tokens of a chunk.
@@ -38,6 +39,7 @@ from .documents import PackedEmbedding, positions_in_documents
 from .embedding_grad import PendingRows, most_pending
 from .head import Head
 from .positions import add_positions
+from .softcap import soft_cap_, soft_cap_slope
 
 SHARD = "vocabulary"
 # The value that the embedding reads: rows of the word table, ``[B, T, D]``, that the shards have looked up.
@@ -199,7 +201,12 @@ class _ShardedOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight_VD: torch.Tensor, x_ND: torch.Tensor, labels_N: torch.Tensor, chunk_tokens: int
+        ctx: Any,
+        weight_VD: torch.Tensor,
+        x_ND: torch.Tensor,
+        labels_N: torch.Tensor,
+        chunk_tokens: int,
+        cap: float | None,
     ) -> tuple[torch.Tensor, ...]:
         rows, width = weight_VD.shape
         part = VocabularyPart.empty(len(x_ND), width, x_ND.dtype, x_ND.device)
@@ -209,18 +216,22 @@ class _ShardedOutput(torch.autograd.Function):
         local_N = labels_N.masked_fill(elsewhere_N, 0)
         for begin in range(0, len(x_ND), chunk_tokens):
             chunk = slice(begin, begin + chunk_tokens)
-            logits_PV = torch.mm(x_ND[chunk], weight_VD.t()).float()
+            logits_PV = soft_cap_(torch.mm(x_ND[chunk], weight_VD.t()).float(), cap)
             top_P1 = logits_PV.amax(-1, keepdim=True)
             chosen_P1 = logits_PV.gather(1, local_N[chunk, None])
             logits_PV.sub_(top_P1).exp_()
             part.stats_N3[chunk] = torch.cat((top_P1, logits_PV.sum(-1, keepdim=True), chosen_P1), dim=1)
             powers_NV[chunk] = logits_PV
-            part.weighted_ND[chunk] = torch.mm(powers_NV[chunk], weight_VD)
+            if cap is not None:
+                logits_PV.mul_(soft_cap_slope(logits_PV, top_P1, cap))
+            part.weighted_ND[chunk] = torch.mm(logits_PV.to(x_ND.dtype), weight_VD)
         part.stats_N3[:, 2].masked_fill_(elsewhere_N, 0.0)
         torch.index_select(weight_VD, 0, local_N, out=part.label_ND)
+        if cap is not None:
+            part.label_ND.mul_(_label_slope(part.stats_N3, cap)[:, None])
         part.label_ND.masked_fill_(elsewhere_N[:, None], 0.0)
-        ctx.save_for_backward(powers_NV, x_ND, local_N, elsewhere_N, part.stats_N3[:, 0].clone())
-        ctx.chunk_tokens, ctx.dtype, ctx.rows = chunk_tokens, weight_VD.dtype, rows
+        ctx.save_for_backward(powers_NV, x_ND, local_N, elsewhere_N, part.stats_N3.clone())
+        ctx.chunk_tokens, ctx.dtype, ctx.rows, ctx.cap = chunk_tokens, weight_VD.dtype, rows, cap
         # What takes part in the backward: see ``backward``.
         handle_N = torch.zeros(len(x_ND), device=x_ND.device)
         ctx.mark_non_differentiable(*part.tensors)
@@ -232,20 +243,30 @@ class _ShardedOutput(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         # Not gradients: the log-sum of all shards, and the token's weight. They are known after the forward only.
         log_sums_N, weights_N = grads[:2]
-        powers_NV, x_ND, local_N, elsewhere_N, top_N = ctx.saved_tensors
+        powers_NV, x_ND, local_N, elsewhere_N, stats_N3 = ctx.saved_tensors
+        cap, top_N = ctx.cap, stats_N3[:, 0]
         scale_N = (top_N - log_sums_N).exp() * weights_N
         label_N = torch.where(elsewhere_N, 0.0, -weights_N)
+        if cap is not None:
+            label_N = label_N * _label_slope(stats_N3, cap)
         weight_VD = torch.zeros(ctx.rows, x_ND.shape[1], dtype=torch.float32, device=x_ND.device)
         for begin in range(0, len(x_ND), ctx.chunk_tokens):
             chunk = slice(begin, begin + ctx.chunk_tokens)
             logits_PV = powers_NV[chunk].float() * scale_N[chunk, None]
+            if cap is not None:
+                logits_PV.mul_(soft_cap_slope(powers_NV[chunk].float(), top_N[chunk, None], cap))
             logits_PV.scatter_add_(1, local_N[chunk, None], label_N[chunk, None])
             low_PV = logits_PV.to(x_ND.dtype)
             if x_ND.dtype == torch.float32:
                 weight_VD.addmm_(low_PV.t(), x_ND[chunk])
             else:
                 weight_VD += low_PV.t() @ x_ND[chunk]
-        return weight_VD.to(ctx.dtype), None, None, None
+        return weight_VD.to(ctx.dtype), None, None, None, None
+
+
+def _label_slope(stats_N3: torch.Tensor, cap: float) -> torch.Tensor:
+    """The derivative of each label's capped logit, float32 ``[N]``; 1 where another shard has the label."""
+    return 1.0 - (stats_N3[:, 2] / cap).square()
 
 
 def shard_activation_bytes(rows: int, width: int, tokens: int, itemsize: int) -> int:
@@ -292,6 +313,7 @@ class VocabularyShard(nn.Module):
         words_VD: rows of the word table, ``[V, D]``.
         output_VD: rows of the output layer, ``[V, D]``; None where they are those of the word table.
         vocabulary: number of true token ids; None where no row is padding.
+        softcap: soft cap of the logits; None means none.
     """
 
     def __init__(
@@ -300,8 +322,10 @@ class VocabularyShard(nn.Module):
         words_VD: torch.Tensor,
         output_VD: torch.Tensor | None = None,
         vocabulary: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
+        self.softcap = softcap
         self.first, self.embedding = first, WordRows(words_VD)
         self.vocabulary = first + len(words_VD) if vocabulary is None else vocabulary
         self.head = None if output_VD is None else TableRows(output_VD)
@@ -351,7 +375,7 @@ class VocabularyShard(nn.Module):
             return VocabularyPart.nothing(len(x_ND), x_ND.shape[1], x_ND.dtype, x_ND.device), lambda *_: None
         chunk_tokens = CHUNK_TOKENS.get(x_ND.device.type, CHUNK_TOKENS["cpu"])
         first, second, *tensors = _ShardedOutput.apply(  # type: ignore[no-untyped-call]
-            output_VD, x_ND, labels_N - self.first, chunk_tokens
+            output_VD, x_ND, labels_N - self.first, chunk_tokens, self.softcap
         )
         stats_N3, weighted_ND, label_ND = tensors
 

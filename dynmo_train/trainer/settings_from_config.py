@@ -23,6 +23,7 @@ from ..formats.plan import V_SCHEDULES, Plan, read_plan
 from ..formats.plan_check import validate_plan
 from ..formats.profile import analytic_keys
 from ..models.compiled import CompileSettings
+from ..models.decoder import layer_types_of
 from ..models.float8 import Float8Settings
 from ..models.flops import step_flops
 from ..models.layer_list import ItemSpec, ModelFamily
@@ -490,15 +491,16 @@ def _checkpoint_partition(config: Config, family: ModelFamily, topology: Mapping
 def analytic_keys_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The ``x_`` keys of a profile header, see :func:`analytic_keys`."""
     model = config.model
-    groups = model.num_query_groups if model.base_family == "llama" else model.num_attention_heads
     width = model.kv_channels
     if model.multi_latent_attention:
         # Ranks that share the tokens gather keys and values of one padded width.
         width = max(model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim)
+    # Where the layers differ, the items state their windows.
+    is_uniform = layer_types_of(model.layer_type_pattern, model.num_layers) is None
     return analytic_keys(
         heads=model.num_attention_heads,
-        key_value_width=2 * groups * width,
-        window=model.attention_window,
+        key_value_width=2 * model.num_query_groups * width,
+        window=model.attention_window if is_uniform else None,
         context_parallel_size=config.parallel.context_parallel_size,
     )
 
@@ -524,7 +526,6 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
             tokens=tokens,
             experts=model.num_experts or 1,
             active=share * model.moe_router_topk if model.num_experts else 1,
-            window=model.attention_window,
         )
 
     return count

@@ -160,6 +160,46 @@ def _depths(batch: int) -> dict[str, tuple[int, ...]]:
     return {**_hidden(batch), PREDICTION: (batch, TOKENS, WIDTH)}
 
 
+LOCAL_LAYERS = {
+    "num_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 3,
+    "layer_types": ("sliding_attention", "full_attention", "sliding_attention", "full_attention"),
+}
+
+
+def _capped() -> Llama:
+    """Gemma: soft caps, and layers with another window and rotation than the next one."""
+    return Llama(
+        LlamaShape(
+            **{**COMMON, "attention_dropout": 0.0},
+            **LOCAL_LAYERS,
+            local_rotary_base=100.0,
+            attn_logit_softcapping=0.3,
+            final_logit_softcapping=0.4,
+            norm_placement="sandwich",
+            tied_embeddings=True,
+        )
+    )
+
+
+def _sinks() -> Llama:
+    """GPT-OSS: a sink of each head, biases of router and experts, a clamped gate."""
+    return Llama(
+        LlamaShape(
+            **{**COMMON, "attention_dropout": 0.0},
+            **LOCAL_LAYERS,
+            attention_sinks=True,
+            attention_bias="all",
+            mlp_bias=True,
+            activation="clamped_swiglu",
+            swiglu_limit=0.05,
+            moe=replace(EXPERTS, capacity_factor=None, router=RouterShape(bias=True)),
+        )
+    )
+
+
 def _t5(positions: str) -> T5:
     sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "head_dim": 8}
     return T5(T5Shape(**COMMON, **sizes, position_embedding=positions, relative_buckets=8))
@@ -168,6 +208,8 @@ def _t5(positions: str) -> T5:
 SAMPLES = {
     "llama": Sample(_llama(None), _hidden, _causal),
     "decoder": Sample(_decoder(), _hidden, _causal),
+    "capped": Sample(_capped(), _hidden, _causal),
+    "sinks": Sample(_sinks(), _hidden, _causal),
     "mixtral": Sample(_llama(EXPERTS), _hidden, _causal),
     "mixtral-padded": Sample(_llama(PADDED), _hidden, _causal),
     "mixtral-dropless": Sample(_llama(DROPLESS), _hidden, _causal),

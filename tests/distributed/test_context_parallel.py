@@ -22,6 +22,8 @@ FEW = {"steps": 4, "dropout": 0.0, "prune": False, "freeze": ((3, 1),)}
 MODELS = {
     "gpt": PLAIN,
     "llama": FAMILIES["llama"],
+    "capped": FAMILIES["capped"],
+    "sinks": replace(FAMILIES["sinks"], **FEW),
     "mixtral": FAMILIES["mixtral"],
     # No token is dropped: a capacity is that of a rank's tokens.
     "mixtral-dropless": replace(FAMILIES["mixtral-dropless"], **FEW),

@@ -76,6 +76,9 @@ TWO_FAMILIES = {
     **{model: Layout(dims=T2, scenario=scenario) for model, scenario in FAMILIES.items()},
     "llama, cut along tokens": Layout(dims=T2, scenario=FAMILIES["llama"], settings=CUT),
     "decoder, cut along tokens": Layout(dims=T2, scenario=FAMILIES["decoder"], settings=CUT),
+    "capped, cut along tokens": Layout(dims=T2, scenario=FAMILIES["capped"], settings=CUT),
+    "sinks, cut along tokens": Layout(dims=T2, scenario=FAMILIES["sinks"], settings=CUT),
+    "sinks, shared experts": Layout(dims=E2, scenario=FAMILIES["sinks"]),
     "t5, cut along tokens": Layout(dims=T2, scenario=FAMILIES["t5"], settings=CUT),
     "mixtral, shared experts": Layout(dims=E2, scenario=FAMILIES["mixtral"]),
     **{

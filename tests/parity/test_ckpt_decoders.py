@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app
 from dynmo_ckpt.huggingface.models import hf_config
+from dynmo_train.models.layer_list import split_dim
 
 SIZES = {
     "vocab_size": 96,
@@ -42,6 +43,14 @@ DEEPSEEK = {
     "n_group": 1,
     "topk_group": 1,
 }
+LOCAL = {"sliding_window": 6}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 CASES = {
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with biases of attention": ("Llama", {"attention_bias": True}),
@@ -85,6 +94,80 @@ CASES = {
         },
     ),
     "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **LOCAL,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma2 without caps": (
+        "Gemma2",
+        {
+            **LOCAL,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {**LOCAL, "num_hidden_layers": 3, "head_dim": 16, "query_pre_attn_scalar": 24, "rope_parameters": TWO_BASES},
+    ),
+    "gemma3 with a final cap": (
+        "Gemma3",
+        {**LOCAL, "head_dim": 16, "final_logit_softcapping": 1.0, "layer_types": ["sliding_attention"] * 2},
+    ),
+    "gemma3 without windows": ("Gemma3", {"head_dim": 16, "layer_types": ["full_attention"] * 2}),
+    "gpt-oss": ("GptOss", {**LOCAL, **OSS}),
+    "gpt-oss, other values": (
+        "GptOss",
+        {
+            **OSS,
+            "attention_bias": False,
+            "swiglu_alpha": 1.1,
+            "swiglu_limit": 0.3,
+            "layer_types": ["full_attention"] * 2,
+        },
+    ),
+    "phi3": ("Phi3", {}),
+    "phi3 of a share": ("Phi3", {"sliding_window": 6, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}),
+    "phi3 with longrope": (
+        "Phi3",
+        {"original_max_position_embeddings": 16, "rope_parameters": {**DEFAULT, **LONGROPE}},
+    ),
+    "phi3 with longrope, short": (
+        "Phi3",
+        {"original_max_position_embeddings": 50, "rope_parameters": {**DEFAULT, **LONGROPE}},
+    ),
+    "qwen2 with late windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3 with windows": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3 experts with windows": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 6}),
     "olmo2": ("Olmo2", {}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
     "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
@@ -102,7 +185,8 @@ def saved(folder, name: str):
     """A random model of a case, saved as users have it; norms and biases are not ones and zeros."""
     kind, own = CASES[name]
     torch.manual_seed(3)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **own})
+    name = "Gemma3Text" if kind == "Gemma3" else kind
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **own, "attn_implementation": "eager"})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -120,11 +204,23 @@ def test_decoder_to_native_and_back_computes_the_same(tmp_path, name):
     output = convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
     assert "logits of input and output differ by at most" in output
     convert(str(tmp_path / "native"), str(tmp_path / "back"), "--to", "hf")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
     assert type(again) is type(model)
     ids = torch.arange(40)[None] % 96
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
+    for key, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+
+
+def test_tensor_parallel_parts_of_a_gpt_oss_are_the_trainers(tmp_path):
+    model = saved(tmp_path / "theirs", "gpt-oss")
+    convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native", "--tp", "2")
+    manifest = json.loads((tmp_path / "native" / "manifest.json").read_text())
+    for name, entry in manifest["tensors"].items():
+        assert entry["split_dim"] == split_dim(name), name
+    convert(str(tmp_path / "native"), str(tmp_path / "back"), "--to", "hf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     for key, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[key], value), key
 
@@ -135,6 +231,14 @@ def test_info_names_what_a_model_has_that_others_of_its_family_have_not(tmp_path
     assert "differs by  qk_norm head" in CliRunner().invoke(app, ["info", str(tmp_path / "native")]).output
 
 
+def test_info_counts_the_layers_of_each_type(tmp_path):
+    saved(tmp_path / "theirs", "gemma2")
+    convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
+    output = " ".join(CliRunner().invoke(app, ["info", str(tmp_path / "native")]).output.split())
+    assert "layer_types 1 full_attention and 1 sliding_attention" in output
+    assert "sliding_window 6" in output
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_configuration_written_without_its_source_computes_the_same(tmp_path, name):
     """The configuration is then computed from the manifest alone."""
@@ -142,8 +246,9 @@ def test_configuration_written_without_its_source_computes_the_same(tmp_path, na
     convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
     manifest = tmp_path / "native" / "manifest.json"
     stated = json.loads(manifest.read_text())["model"]
-    config = hf_config(stated, "float32", 2)
-    kind = type(model.config)(**{key: value for key, value in config.items() if key != "architectures"})
+    config = hf_config(stated, "float32", 2, model.config.model_type)
+    stated = {key: value for key, value in config.items() if key != "architectures"}
+    kind = type(model.config)(**stated, attn_implementation="eager")
     other = type(model)(kind).eval()
     other.load_state_dict(model.state_dict())
     ids = torch.arange(40)[None] % 96

@@ -15,6 +15,7 @@ from dynmo_train.models.kv_cache import Decoder as CachedDecoder
 from dynmo_train.models.kv_cache import DecodingCache
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.moe import MoeShape, route
+from dynmo_train.models.router import RouterShape
 from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 
 TRAINED = 24
@@ -31,7 +32,22 @@ LLAMA = LlamaShape(
     layernorm_epsilon=1e-6,
     init_method_std=0.15,
 )
+GEMMA = replace(
+    LLAMA,
+    normalization="rmsnorm_1p",
+    activation="geglu",
+    embedding_scale=math.sqrt(48),
+    tied_embeddings=True,
+    head_dim=16,
+)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 5.0],
+    "factor": 4.0,
+    "original_max_position_embeddings": TRAINED,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -49,16 +65,53 @@ SHAPES = {
     "Qwen2": replace(LLAMA, attention_bias="qkv", rotary_base=1e6),
     "Qwen3": replace(LLAMA, qk_norm="head", head_dim=12, rotary_base=1e6),
     "Llama with biases": replace(LLAMA, attention_bias="all", mlp_bias=True),
-    "Gemma": replace(
-        LLAMA,
-        normalization="rmsnorm_1p",
-        activation="geglu",
-        embedding_scale=math.sqrt(48),
-        tied_embeddings=True,
-        head_dim=16,
-    ),
+    "Gemma": GEMMA,
     "Phi3": replace(LLAMA, rotary_fraction=0.5),
+    "Gemma2": replace(
+        GEMMA,
+        norm_placement="sandwich",
+        attention_scale=0.2,
+        sliding_window=7,
+        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=1.5,
+    ),
+    "Gemma3": replace(
+        GEMMA,
+        norm_placement="sandwich",
+        qk_norm="head",
+        attention_scale=0.2,
+        sliding_window=7,
+        layer_types=("sliding_attention", "sliding_attention", "full_attention"),
+        rotary_base=1e6,
+        local_rotary_base=1e4,
+        rotary_scaling={"rope_type": "linear", "factor": 8.0},
+        final_logit_softcapping=1.5,
+    ),
+    "GptOss": replace(
+        LLAMA,
+        sliding_window=7,
+        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+        attention_sinks=True,
+        attention_bias="all",
+        mlp_bias=True,
+        activation="clamped_swiglu",
+        swiglu_limit=0.5,
+        rotary_base=1.5e5,
+        rotary_scaling={**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        moe=MoeShape(num_experts=4, top_k=2, router=RouterShape(bias=True)),
+    ),
     "Olmo2": replace(LLAMA, norm_placement="post", qk_norm="projection"),
+    "Phi3 beyond its training": replace(LLAMA, rotary_fraction=0.5, rotary_scaling=LONGROPE),
+    "Phi3 within its training": replace(
+        LLAMA,
+        rotary_scaling={
+            **LONGROPE,
+            "original_max_position_embeddings": 50,
+            "long_factor": [9.0] * 4,
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+        },
+    ),
     "linear": replace(LLAMA, rotary_scaling={"rope_type": "linear", "factor": 3.0}),
     "dynamic": replace(
         LLAMA,
@@ -70,26 +123,45 @@ SHAPES = {
     "yarn with bounds": replace(LLAMA, rotary_scaling={**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}),
     "Qwen3Moe": replace(LLAMA, qk_norm="head", moe=MoeShape(num_experts=4, top_k=2)),
 }
-CLASSES = ("Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Phi3", "Olmo2")
+CLASSES = ("Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3", "GptOss", "Phi3", "Olmo2")
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def hugging_face(name: str, shape: LlamaShape):
     """The model of transformers with random weights."""
-    kind = name if name in CLASSES else "Llama"
+    kind = next((each for each in CLASSES if each == name or f"{each} " in name), "Llama")
+    windows = {"sliding_window": shape.sliding_window, "layer_types": list(shape.layer_types or ())}
+    gemma = {
+        **windows,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round((shape.attention_scale or 1.0) ** -2),
+        "final_logit_softcapping": shape.final_logit_softcapping,
+        # Soft caps of scores exclude transformers' SDPA, which would ignore them.
+        "attn_implementation": "eager",
+    }
     rope = {"rope_type": "default", **(shape.rotary_scaling or {}), "rope_theta": shape.rotary_base}
+    if shape.local_rotary_base is not None:
+        local = {"rope_type": "default", "rope_theta": shape.local_rotary_base}
+        rope = {"full_attention": rope, "sliding_attention": local}
     if shape.rotary_fraction != 1.0:
         rope["partial_rotary_factor"] = shape.rotary_fraction
     own = {
         "Llama": {"attention_bias": shape.attention_bias == "all", "mlp_bias": shape.mlp_bias},
-        "Phi3": {"pad_token_id": None},
+        "Phi3": {
+            "pad_token_id": None,
+            "original_max_position_embeddings": rope.get("original_max_position_embeddings", TRAINED),
+        },
         "Olmo2": {"pad_token_id": None, "eos_token_id": None},
         "Gemma": {"hidden_activation": "gelu_pytorch_tanh"},
+        "Gemma2": {**gemma, "attn_logit_softcapping": shape.attn_logit_softcapping},
+        "Gemma3": gemma,
+        "GptOss": {**windows, **EXPERTS, "swiglu_limit": shape.swiglu_limit, "attn_implementation": "eager"},
         "Mistral": {"sliding_window": shape.sliding_window},
         "Mixtral": {**EXPERTS, "sliding_window": None},
         "Qwen3Moe": {**EXPERTS, "norm_topk_prob": True, "moe_intermediate_size": shape.ffn_hidden_size},
     }.get(kind, {})
-    config = getattr(transformers, f"{kind}Config")(
+    names = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}.get(kind, (f"{kind}Config", f"{kind}ForCausalLM"))
+    config = getattr(transformers, names[0])(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.ffn_hidden_size,
@@ -104,7 +176,7 @@ def hugging_face(name: str, shape: LlamaShape):
         **own,
     )
     torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    return getattr(transformers, names[1])(config)
 
 
 def renamed(values: dict[str, torch.Tensor], shape: LlamaShape, theirs: dict) -> dict[str, torch.Tensor]:
@@ -133,6 +205,11 @@ def renamed(values: dict[str, torch.Tensor], shape: LlamaShape, theirs: dict) ->
         "mlp.fc2.bias": "mlp.down_proj.bias",
         "mlp.router.weight": "mlp.gate.weight",
     }
+    if shape.norm_placement == "sandwich":
+        single["mlp.norm.weight"] = "pre_feedforward_layernorm.weight"
+    if shape.attention_sinks:
+        single |= {"attention.sinks": "self_attn.sinks"}
+        single |= {f"mlp.router.{each}": f"mlp.router.{each}" for each in ("weight", "bias")}
     for n in range(shape.num_layers):
         mine, other = f"layers.{n}.", f"model.layers.{n}."
         out |= {other + their: values[mine + our] for our, their in single.items() if mine + our in values}
@@ -150,9 +227,25 @@ def renamed(values: dict[str, torch.Tensor], shape: LlamaShape, theirs: dict) ->
             out[f"{other}mlp.gate_up_proj.weight"] = torch.cat(pair)
         if shape.moe is not None:
             experts = [f"{mine}mlp.experts.{e}" for e in range(shape.moe.num_experts)]
+            if shape.attention_sinks:
+                out |= interleaved(values, experts, other)
+                continue
             pairs = [torch.cat([values[f"{e}.gate.weight"], values[f"{e}.up.weight"]]) for e in experts]
             out[f"{other}mlp.experts.gate_up_proj"] = torch.stack(pairs)
             out[f"{other}mlp.experts.down_proj"] = torch.stack([values[f"{e}.fc2.weight"] for e in experts])
+    return out
+
+
+def interleaved(values: dict[str, torch.Tensor], experts: list[str], other: str) -> dict[str, torch.Tensor]:
+    """The experts of a GPT-OSS: inputs before outputs, gate and up in alternate columns."""
+    out = {}
+    for theirs, kind in (("", "weight"), ("_bias", "bias")):
+        pairs = [
+            torch.stack([values[f"{e}.{each}.{kind}"] for each in ("gate", "up")], 1).flatten(0, 1) for e in experts
+        ]
+        downs = [values[f"{e}.fc2.{kind}"] for e in experts]
+        out[f"{other}mlp.experts.gate_up_proj{theirs}"] = torch.stack([each.t() for each in pairs])
+        out[f"{other}mlp.experts.down_proj{theirs}"] = torch.stack([each.t() for each in downs])
     return out
 
 
@@ -188,7 +281,9 @@ def test_logits_loss_and_gradients_equal_transformers(name):
     assert_same_gradients(theirs, renamed(gradients(family, modules), shape, theirs.state_dict()))
 
 
-@pytest.mark.parametrize("name", ["Llama 3", "Mistral", "Mixtral", "Qwen3", "Olmo2", "Phi3", "Gemma", "yarn"])
+@pytest.mark.parametrize(
+    "name", ["Llama 3", "Mistral", "Mixtral", "Qwen3", "Olmo2", "Phi3", "Gemma", "Gemma2", "Gemma3", "GptOss", "yarn"]
+)
 def test_decoding_logits_equal_whole_sequence(name):
     family, modules, theirs = models_of(name)
     decoder = CachedDecoder(family, modules, 64)

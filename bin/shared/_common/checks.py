@@ -43,8 +43,8 @@ def integer(minimum: int = 0, maximum: int = MAX_INTEGER) -> Check:
     return check
 
 
-def number(minimum: float | None = None, maximum: float | None = None) -> Check:
-    """A finite number from ``minimum`` to ``maximum``, both allowed; None means unbounded."""
+def number(minimum: float | None = None, maximum: float | None = None, *, above: float | None = None) -> Check:
+    """A finite number from ``minimum`` to ``maximum``, both allowed, and above ``above``; None means unbounded."""
 
     def check(value: Any, path: str, problems: list[Problem]) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -53,6 +53,8 @@ def number(minimum: float | None = None, maximum: float | None = None) -> Check:
             problems.append(Problem(path, "range", "must be finite"))
         elif (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
             problems.append(Problem(path, "range", f"must be within [{minimum}, {maximum}], is {value}"))
+        elif above is not None and value <= above:
+            problems.append(Problem(path, "range", f"must be above {above}, is {value}"))
 
     return check
 

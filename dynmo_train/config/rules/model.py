@@ -9,7 +9,7 @@ from ..._common.document import MAX_ALL_EXPERTS, Problem
 from ..._common.errors import UsageError
 from ..ict import IctConfig
 from ..layer_options import LayerOptions
-from ..parse import SINKHORN
+from ..parse import FACTOR_LISTS, SINKHORN
 from ..resolve import ALIASES
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
@@ -18,6 +18,8 @@ MOE_FAMILIES = DECODERS = ("gpt", "llama")
 DECODER_OPTIONS = (
     *("rotary_percent", "rotary_scaling", "activation", "normalization", "norm_placement", "qk_norm"),
     *("add_bias_linear", "add_qkv_bias", "mlp_bias", "embedding_scale", "attention_scale"),
+    *("layer_types", "local_rotary_base", "attn_logit_softcapping", "final_logit_softcapping", "attention_sinks"),
+    *("swiglu_alpha", "swiglu_limit"),
 )
 FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "encoder_num_layers": ("t5",),
@@ -44,6 +46,7 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "moe_router_pre_softmax": MOE_FAMILIES,
     "moe_router_topk_scaling_factor": MOE_FAMILIES,
     "moe_router_enable_expert_bias": MOE_FAMILIES,
+    "moe_router_bias": MOE_FAMILIES,
     "moe_router_bias_update_rate": MOE_FAMILIES,
     "moe_router_num_groups": MOE_FAMILIES,
     "moe_router_group_topk": MOE_FAMILIES,
@@ -247,8 +250,9 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
 def _rotary(config: Config) -> Iterator[Problem]:
     """Rotary positions."""
     model = config.model
-    width = int(model.kv_channels * model.rotary_percent)
-    if not model.multi_latent_attention and (width < 2 or width % 2):
+    is_latent = model.multi_latent_attention
+    width = model.qk_pos_emb_head_dim if is_latent else int(model.kv_channels * model.rotary_percent)
+    if not is_latent and (width < 2 or width % 2):
         share = "" if model.rotary_percent == 1 else f" x --rotary-percent {model.rotary_percent}"
         yield conflict("--kv-channels", f"is {model.kv_channels}{share}; must be even for rotary embeddings")
     scalings = {
@@ -260,9 +264,16 @@ def _rotary(config: Config) -> Iterator[Problem]:
     if len(given) > 1:
         yield conflict(given[0], f"cannot be combined with {' and '.join(given[1:])}; remove one")
     try:
-        _ = model.rotary_scaling_object
+        scaling = model.rotary_scaling_object or {}
     except UsageError as error:
         yield conflict(*str(error).split(": ", 1))
+        return
+    for name in FACTOR_LISTS:
+        if name in scaling and len(scaling[name]) != width // 2:
+            yield conflict(
+                "--rotary-scaling",
+                f"has {len(scaling[name])} numbers in {name}; must be {width // 2}, one for two elements",
+            )
 
 
 def _decoder(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -272,6 +283,7 @@ def _decoder(config: Config, _world_size: int) -> Iterator[Problem]:
     for name in rotary if model.position_embedding_type != "rotary" else ():
         if model.base_family in DECODERS and config.sources.get(name) in ("flag", "file"):
             yield conflict("--" + name.replace("_", "-"), "requires --position-embedding-type rotary; remove it")
+    yield from _attention(config)
     if model.qk_norm == "projection" and parallel.tensor_model_parallel_size > 1:
         yield unsupported(
             "--qk-norm",
@@ -300,8 +312,15 @@ def _latent(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--rotary-percent", f"has no effect with {flag}; use --qk-pos-emb-head-dim")
     if model.qk_norm == "projection":
         yield conflict("--qk-norm", f"is projection; {flag} normalizes the latents: use head, or leave it out")
-    if config.attention.sparse_attention:
-        yield unsupported("--sparse-attention", f"cannot be combined with {flag}; remove one")
+    others = {
+        "--sparse-attention": config.attention.sparse_attention,
+        "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
+        "--attention-sinks": model.attention_sinks,
+        "--layer-types": model.layer_types is not None,
+        "--local-rotary-base": model.local_rotary_base is not None,
+    }
+    for other in [name for name, is_given in others.items() if is_given]:
+        yield unsupported(other, f"cannot be combined with {flag}; remove one")
 
 
 def _prediction(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -317,10 +336,37 @@ def _prediction(config: Config, _world_size: int) -> Iterator[Problem]:
         "--context-parallel-size": parallel.context_parallel_size > 1,
         "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
         "--early-exit-layers": config.exits.early_exit_layers is not None,
+        "--layer-types": model.layer_types is not None,
     }
     given = [name for name, is_given in others.items() if is_given]
     if given:
         yield unsupported(flag, f"cannot be combined with {', '.join(given)}; remove one")
+
+
+def _attention(config: Config) -> Iterator[Problem]:
+    """Windows of some layers, soft caps and sinks, and the gate that is clamped."""
+    model = config.model
+    try:
+        _ = model.layer_type_pattern
+    except UsageError as error:
+        yield conflict(*str(error).split(": ", 1))
+    for flag, value in (("--layer-types", model.layer_types), ("--local-rotary-base", model.local_rotary_base)):
+        if value is not None and model.attention_window is None:
+            yield conflict(flag, f"is {value}; requires --attention-window, the window of sliding layers")
+    if model.local_rotary_base is not None and model.position_embedding_type != "rotary":
+        yield conflict("--local-rotary-base", "requires --position-embedding-type rotary; remove it")
+    eager = {
+        "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
+        "--attention-sinks": model.attention_sinks,
+    }
+    for flag in [flag for flag, on in eager.items() if on]:
+        if model.attention_dropout > 0:
+            yield unsupported(flag, f"is given with --attention-dropout {model.attention_dropout}; use 0")
+        if config.attention.sparse_attention:
+            yield unsupported(flag, "is given with --sparse-attention; remove one")
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        if model.activation != "clamped_swiglu" and config.sources.get(name) in ("flag", "file"):
+            yield conflict("--" + name.replace("_", "-"), "requires --activation clamped_swiglu; remove it")
 
 
 def _length(config: Config, _world_size: int) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from ..._common.document import (
 from ..checkpoint_fields import DOCUMENT
 
 FORMAT = "dynmo.checkpoint"
+NEEDS_WINDOW = "layer_types and local_rotary_base need sliding_window, the window of sliding layers"
 VERSION = 1
 # Optimizer state by ``optimizer.type``: each is PARAMETER.NAME.
 OPTIMIZER_STATE = {
@@ -168,6 +169,8 @@ def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Prob
         (model["padded_vocab_size"] < model["vocab_size"], "padded_vocab_size must be at least vocab_size"),
         (model.get("moe_top_k", 0) > model.get("num_experts", 0), "moe_top_k must be at most num_experts"),
         (model.get("num_encoder_layers", layers) != layers, "num_encoder_layers must be num_layers"),
+        (len(model.get("layer_types", ())) not in (0, layers), "layer_types must have num_layers entries"),
+        ({"layer_types", "local_rotary_base"} & model.keys() and "sliding_window" not in model, NEEDS_WINDOW),
     ):
         if wrong:
             yield Problem("model", "range", rule)

@@ -78,7 +78,8 @@ def item_memories(config: Config, family: ModelFamily, boundary: BoundaryShape) 
         module = family.build(item.name, torch.device("meta"))
         shapes = tuple(tuple(parameter.shape) for parameter in module.parameters())
         read = tuple(boundary.shapes[name] for name in item.reads)
-        keys[item.name] = key = (item.kind, shapes, read, item.inputs, item.name in in_float8)
+        window = getattr(module, "window", None)
+        keys[item.name] = key = (item.kind, shapes, read, item.inputs, item.name in in_float8, window)
         if key not in known:
             # No limit: adding the rows to the table finds unique ids, whose number fake tensors cannot have. The memory
             # of the collected rows is counted by ``_deferred_gradient_bytes``.

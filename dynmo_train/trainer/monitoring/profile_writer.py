@@ -48,6 +48,7 @@ from ...formats.profile import (
     step_record,
 )
 from ...formats.run_lines import append_event, append_metrics
+from ...models.flops import attention_windows
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, parameters_of
 from ...models.sharding import experts_of
 from ...models.vocabulary_family import family_parts, shard_names
@@ -91,6 +92,8 @@ def describe_items(
     """
     parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
     infos: list[ItemInfo] = []
+    windows = attention_windows(family)
+    is_uniform = len(set(windows.values())) < 2
     for index, item in enumerate(family.items):
         module = build(item.name)
         parameters = parameters_of(item.name, module)
@@ -109,6 +112,7 @@ def describe_items(
                 boundary_bytes=boundary.num_bytes(live_before(family.items, index + 1)),
                 cut_before=item.cut_before,
                 tied_to=item.tied_to,
+                x_attention_window=None if is_uniform else windows.get(item.name),
             )
         )
     return infos

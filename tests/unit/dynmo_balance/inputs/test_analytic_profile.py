@@ -431,6 +431,25 @@ def test_header_with_a_window_counts_its_keys_only():
     )
 
 
+def test_header_with_windows_of_some_items_counts_their_keys():
+    _, header, _ = built(LONG_LLAMA)
+    items = [replace(item, x_attention_window=1024) if at == 1 else item for at, item in enumerate(header.items)]
+    shape = MicrobatchShape(tokens=8192, sequence=8192, hidden=1024, fused_attention=True)
+    found = header_works(replace(header, items=tuple(items)), shape)
+    assert found[1].score_flops * 8 == found[3].score_flops == header_works(header, shape)[1].score_flops
+
+
+def test_dynmo_configuration_with_windows_of_some_layers():
+    sizes = {"hidden_size": 64, "num_layers": 3, "num_attention_heads": 4, "vocab_size": 100, "seq_length": 64}
+    manifest = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    options = {"attention_window": 16, "layer_types": "sliding,full full"}
+    for own in (manifest, options):
+        spec = from_config({"family": "llama", **sizes, **own}, "run.json")
+        assert [spec.keys(layer, 64) for layer in range(3)] == [16, 64, 64]
+    with pytest.raises(UsageError, match="must be full or sliding by layer"):
+        from_config({"family": "llama", **sizes, **options, "layer_types": "local"}, "run.json")
+
+
 def test_dynmo_configuration_with_a_window_has_it_in_every_layer():
     sizes = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "seq_length": 64}
     spec = from_config({"family": "gpt", **sizes, "attention_window": 16}, "run.json")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
+import pytest
+import torch
+
+from dynmo_train._common.document import DocumentError
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of, validate
-from dynmo_train.config.parse import parse_rotary_scaling
+from dynmo_train.config.parse import parse_layer_types, parse_rotary_scaling
+from dynmo_train.config.task_command import check_model_flags
 from dynmo_train.models.registry import family_of, family_of_manifest
 from tests.unit.dynmo_train.config.small_config import SMALL
 from tests.unit.dynmo_train.config.test_compat import config_from
@@ -17,6 +22,17 @@ MEGATRON = (
     " --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --position-embedding-type rope"
     " --rotary-base 500000 --disable-bias-linear --add-qkv-bias --qk-layernorm --rotary-percent 0.5"
     " --untie-embeddings-and-output-weights"
+)
+
+
+LONGROPE = json.dumps(
+    {
+        "rope_type": "longrope",
+        "factor": 2,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0],
+        "long_factor": [2.0],
+    }
 )
 
 
@@ -41,6 +57,49 @@ def test_megatron_script_of_a_qwen_gives_its_shape():
     assert family_of_manifest(manifest).manifest() == manifest
 
 
+GEMMA = {
+    "attention_window": 8,
+    "layer_types": "sliding,full",
+    "local_rotary_base": 100.0,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "attention_dropout": 0.0,
+}
+
+
+def test_layers_of_a_pattern_are_stated_one_by_one():
+    config = config_of(**SMALL, **GEMMA, family="llama")
+    family = family_of(config)
+    manifest = family.manifest()
+    layers = config.model.num_layers
+    assert manifest["layer_types"] == [("sliding_attention", "full_attention")[at % 2] for at in range(layers)]
+    assert [manifest[name] for name in ("sliding_window", "local_rotary_base")] == [8, 100.0]
+    assert [manifest[f"{name}_logit_softcapping"] for name in ("attn", "final")] == [50.0, 30.0]
+    attentions = [family.build(f"layers.{at}.attention", torch.device("meta")) for at in range(layers)]
+    assert [each.window for each in attentions] == [(8, None)[at % 2] for at in range(layers)]
+    assert [each.rotary.base for each in attentions] == [(100.0, 10000.0)[at % 2] for at in range(layers)]
+    assert family_of_manifest(manifest).manifest() == manifest
+
+
+def test_pattern_of_sliding_layers_alone_is_a_window():
+    stated = family_of(config_of(**SMALL, family="llama", attention_window=8, layer_types="sliding")).manifest()
+    assert "layer_types" not in stated
+    assert stated["sliding_window"] == 8
+
+
+@pytest.mark.parametrize("text", ["sliding,local", "", "full,,chunked", "full " * 100_001])
+def test_unknown_types_of_layers_are_refused(text):
+    with pytest.raises(UsageError, match="must be full or sliding by layer"):
+        parse_layer_types(text)
+
+
+def test_types_of_layers_on_a_command_line_agree_with_the_checkpoint():
+    model = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    check_model_flags({"layer_types": "sliding,full"}, model, "run")
+    with pytest.raises(DocumentError, match="--layer-types"):
+        check_model_flags({"layer_types": "full,sliding"}, model, "run")
+
+
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_manifest_of_a_plain_model_states_no_further_field(family):
     stated = family_of(config_of(**SMALL, family=family)).manifest()
@@ -52,7 +111,7 @@ def test_manifest_of_a_plain_model_states_no_further_field(family):
     ("text", "message"),
     [
         ("yarn", "must be a JSON object"),
-        ('{"rope_type": "other"}', "must be one of linear, dynamic, llama3, yarn"),
+        ('{"rope_type": "other"}', "must be one of linear, dynamic, llama3, yarn, longrope"),
         ('{"rope_type": "yarn", "factor": 2}', "lacks original_max_position_embeddings"),
         ('{"rope_type": "linear", "factor": 2, "mscale": 1}', "unknown fields mscale"),
         ('{"rope_type": "linear", "factor": -2}', "must be a positive number"),
@@ -76,6 +135,15 @@ def test_invalid_rotary_scaling_is_refused(text, message):
             {"family": "llama", "use_rope_scaling": True, "rotary_scaling": '{"rope_type": "linear", "factor": 2}'},
             "cannot be combined with --rotary-scaling",
         ),
+        ({"family": "llama", "layer_types": "sliding,full"}, "requires --attention-window"),
+        ({"family": "llama", "layer_types": "other", "attention_window": 8}, "must be full or sliding"),
+        ({"family": "llama", "local_rotary_base": 10.0}, "requires --attention-window"),
+        ({"family": "gpt", **GEMMA}, "requires --position-embedding-type rotary"),
+        ({"family": "llama", "attn_logit_softcapping": 5.0, "attention_dropout": 0.1}, "--attention-dropout 0.1"),
+        ({"family": "llama", "attention_sinks": True, "sparse_attention": True}, "--sparse-attention"),
+        ({"family": "llama", "swiglu_limit": 2.0}, "requires --activation clamped_swiglu"),
+        ({"family": "bert", "attention_sinks": True}, "requires family gpt or llama"),
+        ({"family": "llama", "rotary_scaling": LONGROPE}, "must be 8, one for two elements"),
         ({"family": "llama", "qk_norm": "projection", "tensor_model_parallel_size": 2}, "a norm over all heads"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dynmo_train.models import context_attention, documents
+from dynmo_train.models import blocks, documents
 from dynmo_train.models.context_attention import document_chunk_offsets
 from dynmo_train.models.documents import STARTS, PackedAttention
 from dynmo_train.models.positions import Rotary
@@ -55,7 +55,7 @@ def test_context_rank_attends_as_one_process(monkeypatch, on_cpu, size, resets, 
     _, k, v = module.project(x, documents.positions_in_documents(STARTS_BT) if resets[0] else 0)
     if path == "kernel":
         on_cpu()
-        monkeypatch.setattr(context_attention, "has_kernel", lambda *_: True)
+        monkeypatch.setattr(blocks, "has_kernel", lambda *_: True)
     for rank in range(size):
         halves = zip(k.chunk(2, dim=1), v.chunk(2, dim=1), strict=True)
         region = module.context = WholeRegion(rank, size, halves)

@@ -38,6 +38,23 @@ def test_linear_cross_entropy_in_chunks_equals_the_whole(chunk_tokens, bias):
     assert not got[1][V:].any()
 
 
+@pytest.mark.parametrize("cap", [0.5, 30.0, 400.0])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_linear_cross_entropy_of_capped_logits(cap, size):
+    """Logits far below the label's underflow; the gradient of an unlikely label does not."""
+    x, weight, offsets, labels, weights = made()
+    given = [x, weight, offsets]
+    ours = linear_cross_entropy(x * size, weight, offsets, labels, weights, vocabulary=V, chunk_tokens=8, cap=cap)
+    got = torch.autograd.grad(ours, given)
+    logits = torch.tanh(F.linear(x.double() * size, weight[:V].double(), offsets[:V].double()) / cap) * cap
+    whole = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    expected = torch.autograd.grad(whole, given)
+    torch.testing.assert_close(ours, whole.float(), rtol=1e-5, atol=1e-5)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))
+    assert not got[1][V:].any()
+
+
 @pytest.mark.parametrize(
     ("device", "vocabulary", "tokens"),
     [

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynmo_train.models.blocks import ACTIVATIONS, FeedForward, Mlp, join_gated_layers
-from dynmo_train.models.gated import GATED, are_stacked, gated_activation, join_gated, stack
+from dynmo_train.models.gated import GATED, ClampedSwiglu, are_stacked, gated_activation, join_gated, stack
 from dynmo_train.models.linear import PrunableLinear
 from dynmo_train.models.sparse_formats import BUILT_IN, SparseTable
 from dynmo_train.optim.precision import ComputeCopies
@@ -52,6 +52,24 @@ def gradients(mlp, output):
     mlp.zero_grad()
     output.square().sum().backward()
     return {name: parameter.grad.clone() for name, parameter in mlp.named_parameters()}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_clamped_swiglu_equals_its_formula(whole):
+    """Values on both sides of both limits."""
+    activation, generator = ClampedSwiglu(alpha=1.3, limit=0.8), torch.Generator().manual_seed(0)
+    both = torch.randn(5, 2 * F_, generator=generator, dtype=torch.float64, requires_grad=True)
+    gate, up = both.chunk(2, dim=-1)
+    ours = gated_activation(both, None, activation) if whole else gated_activation(gate, up, activation)
+    low, inner = (
+        torch.minimum(gate, torch.tensor(0.8)),
+        torch.maximum(torch.minimum(up, torch.tensor(0.8)), -torch.tensor(0.8)),
+    )
+    theirs = (inner + 1) * low / (1 + torch.exp(-1.3 * low))
+    torch.testing.assert_close(ours, theirs)
+    weights = torch.rand(ours.shape, generator=generator, dtype=torch.float64)
+    grads = [torch.autograd.grad((each * weights).sum(), both, retain_graph=True)[0] for each in (ours, theirs)]
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dynmo_train.models import blocks, documents, varlen
+from dynmo_train.models import blocks, varlen
 from dynmo_train.models.blocks import SelfAttention
 from dynmo_train.models.cross_attention import CrossAttention
 from dynmo_train.models.documents import STARTS, PackedAttention
@@ -181,7 +181,7 @@ def test_window_of_documents_ends_where_they_begin(on_cpu, monkeypatch):
     x = torch.randn(1, 6, D)
     masked = attention(x, starts)
     attention.prepare_batch({STARTS: starts})
-    monkeypatch.setattr(documents, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(blocks, "has_kernel", lambda *_: True)
     torch.testing.assert_close(attention(x, starts), masked)
     first = made(SelfAttention, window=2)(x[:, :4])
     torch.testing.assert_close(masked[:, :4], first)

@@ -35,10 +35,13 @@ def problem(seed=0):
     return weight, x, labels, counts
 
 
-def sharded(weight, x, labels, counts, count):
+def sharded(weight, x, labels, counts, count, cap=None):
     """Loss, gradients of input and weight with ``count`` shards, and the merged part."""
     bounds = [k * V // count for k in range(count + 1)]
-    shards = [VocabularyShard(a, torch.zeros(b - a, D), weight[a:b].clone()) for a, b in itertools.pairwise(bounds)]
+    shards = [
+        VocabularyShard(a, torch.zeros(b - a, D), weight[a:b].clone(), softcap=cap)
+        for a, b in itertools.pairwise(bounds)
+    ]
     outputs = [shard(x.flatten(0, 1), labels.reshape(-1)) for shard in shards]
     whole = merge_tree(0, count, {(k, k + 1): part for k, (part, _) in enumerate(outputs)})
     weights = token_weights(labels, counts)
@@ -61,6 +64,22 @@ def test_merged_shards_are_the_loss_of_the_whole_layer(count, masked):
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(x_gradient.view_as(x), x.grad, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(weight_gradient, weight.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("cap", [0.7, 30.0])
+def test_merged_shards_of_capped_logits_equal_torch(count, cap):
+    weight, x, labels, counts = problem()
+    weight.requires_grad_()
+    x.requires_grad_()
+    logits = torch.tanh(x @ weight.t() / cap) * cap
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.reshape(-1), reduction="none")
+    expected = (losses * token_weights(labels, counts)).sum()
+    expected.backward()
+    loss, x_gradient, weight_gradient = sharded(weight.detach(), x.detach(), labels, counts, count, cap)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(x_gradient.view_as(x), x.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weight_gradient, weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_large_logits_neither_overflow_nor_vanish():

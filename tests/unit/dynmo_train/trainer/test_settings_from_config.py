@@ -6,6 +6,7 @@ import pytest
 
 import dynmo_train.formats.plan as plans
 from dynmo_train.config import DefaultContext, config_of
+from dynmo_train.models.flops import attention_windows
 from dynmo_train.models.registry import family_of
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.trainer.settings_from_config import (
@@ -125,6 +126,21 @@ def test_model_flops_of_a_window_count_its_keys_only():
     whole, wide, narrow = (model_flops(attention_window=window) for window in (None, 64, 8))
     assert wide == whole
     assert whole - narrow == 32 * 12 * layers * (32 - 8) * width
+
+
+def test_windows_of_some_layers_are_those_of_their_items():
+    """The model states none then; FLOPs count the keys of each layer."""
+    own = {"family": "llama", "attention_window": 8, "layer_types": "sliding,full"}
+    assert "x_attention_window" not in analytic_keys_of(config_of(**SMALL, **own))[0]
+    assert attention_windows(family_of(config_of(**SMALL, **own))) == {
+        f"layers.{at}.attention": (8, None)[at % 2] for at in range(SMALL["num_layers"])
+    }
+    whole, narrow, some = (
+        model_flops(family="llama", **each)
+        for each in ({}, {"attention_window": 8}, {k: v for k, v in own.items() if k != "family"})
+    )
+    sliding = (SMALL["num_layers"] + 1) // 2
+    assert (whole - some) * SMALL["num_layers"] == (whole - narrow) * sliding
 
 
 def test_profile_keys_state_window_and_context_ranks():
