@@ -8,13 +8,16 @@ requests, a resume, or another number of workers gives the same batches.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from ..launch.process_view import end_with_parent
 from .batch import Batch
 
 _ENDED = (EOFError, ConnectionError)
@@ -26,11 +29,12 @@ PREFETCHED = 2
 """Batches that each worker builds ahead; memory: number of workers x this x the size of a replica's batch."""
 
 
-def _ignore_end_of_reader(_worker: int) -> None:
-    """Let a worker end without a stack if the training process ends, or discards it, while it sends a batch.
+def _start_worker(trainer: int, _worker: int) -> None:
+    """Let a worker end with the training process ``trainer``, and without a stack if it sends a batch meanwhile.
 
     The thread of ``multiprocessing.resource_sharer`` prints every error by this hook, which the worker has inherited.
     """
+    end_with_parent(trainer)
     inherited = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -117,7 +121,7 @@ class BatchLoader:
             pin_memory=self._pin_memory,
             # The data sets are memory-mapped: a forked worker shares their pages, and nothing is pickled.
             multiprocessing_context="fork",
-            worker_init_fn=_ignore_end_of_reader,
+            worker_init_fn=partial(_start_worker, os.getpid()),
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Show a forked process to others as if it had been started by itself.
+"""What a forked process is to others: its arguments, its parent, and its end with that.
 
 ``ps`` and ``/proc/PID/environ`` show the arguments and the environment with which a program was executed. A forked
 process has those of its parent, without its rank. Linux lets a process point these views to other memory.
@@ -7,10 +7,13 @@ process has those of its parent, without its rank. Linux lets a process point th
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _KEEP_EXECUTABLE = 0xFFFFFFFF
@@ -83,3 +86,19 @@ def set_subreaper(*, is_subreaper: bool) -> bool | None:
         return None
     value = ctypes.c_ulong(int(is_subreaper))
     return None if libc.prctl(_PR_SET_CHILD_SUBREAPER, value, zero, zero, zero) else bool(before.value)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, however that ends; no effect where it cannot.
+
+    A process that waits for a pipe or a lock, of which it has both ends by the fork, would wait for ever.
+
+    Args:
+        parent: process id of the parent. If another one is the parent already, this process ends at once.
+    """
+    if sys.platform != "linux":
+        return
+    zero = ctypes.c_ulong(0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), zero, zero, zero)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.data.loader import BatchLoader
 from dynmo_train.trainer.failures import lost_connection, naming_causes, out_of_memory
+from tests.waiting import wait_for, wait_for_exit
 
 
 def test_out_of_memory_is_found_in_what_caused_an_error():
@@ -75,3 +77,24 @@ def test_worker_of_the_loader_prints_no_stack_when_its_reader_ends(tmp_path):
     assert loader.batch(0, 1) == 1
     loader.close()
     assert (tmp_path / "printed").read_text() == "ValueError: other\n"
+
+
+BUSY_LOADER = """
+import os, sys, time
+from pathlib import Path
+from dynmo_train.data.loader import BatchLoader
+def shard(consumed, step):
+    Path(f"{sys.argv[1]}.part").write_text(str(os.getpid()))
+    os.replace(f"{sys.argv[1]}.part", sys.argv[1])
+    time.sleep(600)
+BatchLoader(shard, lambda consumed: 1, 9, num_workers=1, pin_memory=False).batch(0, 1)
+"""
+
+
+def test_worker_of_the_loader_ends_with_a_killed_trainer(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", BUSY_LOADER, tmp_path / "pid"])
+    wait_for((tmp_path / "pid").exists, "the worker", process)
+    worker = int((tmp_path / "pid").read_text())
+    process.kill()
+    process.wait(60)
+    wait_for_exit(worker)
