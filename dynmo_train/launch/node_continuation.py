@@ -70,7 +70,7 @@ class LeadingNode:
         return self.continuation.ranks
 
     def nodes(self, count: int) -> Collection[int]:
-        """Positions of the nodes with ranks of the current generation; the first ``count`` were members at the start."""
+        """Positions of the nodes with ranks of the current generation; the first ``count`` began the round."""
         return self.continuation.nodes
 
     @property
