@@ -7,7 +7,8 @@ the round, with the prefix ``continuation``::
     growth/K (store of        --> starts its processes     --> import, compare options
     the launch)                                                prepared/A/RANK: options
     proposal/A: Proposal     <-----------------------------'
-          '--------------------------------------------------------------------------->  refused/A: why not, or
+          '--------------------------------------------------------------------------->  refused/A, different/A: why
+                                                                                         not these sizes, this node; or
                                                                                          at the next copy boundary:
                                                                present/A/RANK        <-- boundary/A
     next/G+1: Notice         <-----------------------------'

@@ -69,8 +69,8 @@ class LeadingNode:
         """Ranks of the current generation."""
         return self.continuation.ranks
 
-    def nodes(self, _: int) -> Collection[int]:
-        """Positions of the nodes with ranks of the current generation, among all that were members of the round."""
+    def nodes(self, count: int) -> Collection[int]:
+        """Positions of the nodes with ranks of the current generation; the first ``count`` began the round."""
         return self.continuation.nodes
 
     @property

@@ -167,7 +167,7 @@ class LeadingGrowth:
         now_s = time.monotonic()
         if attempt.boundary_s is None and keys.check([f"boundary/{number}"]):
             attempt.boundary_s = now_s
-        refused = f"refused/{number}"
+        refusals = [key for key in (f"refused/{number}", f"different/{number}") if keys.check([key])]
         departed = self._coordinator.gone([node.name for node in attempt.nodes])
         return GrowthState(
             ranks=ranks,
@@ -178,7 +178,7 @@ class LeadingGrowth:
             prepared=()
             if attempt.is_proposed
             else [rank for rank in ranks if keys.check([f"prepared/{number}/{rank}"])],
-            refusal=keys.get(refused).decode(errors="replace") if keys.check([refused]) else None,
+            refusal=keys.get(refusals[0]).decode(errors="replace") if refusals else None,
             is_proposed=attempt.is_proposed,
             is_at_boundary=attempt.boundary_s is not None,
             present=[rank for rank in ranks if attempt.boundary_s and keys.check([f"present/{number}/{rank}"])],
@@ -206,16 +206,18 @@ class LeadingGrowth:
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
-        is_refused = self._continuation.keys.check([f"refused/{attempt.number}"])
+        keys, number = self._continuation.keys, attempt.number
+        is_refused, is_different = keys.check([f"refused/{number}"]), keys.check([f"different/{number}"])
         if is_refused:
+            # Fewer of these nodes may still join.
             self._layout.refused.add(attempt.proposal.processes)
         for node in attempt.nodes:
-            self._tries[node.name] += counts
-            if is_refused or self._tries[node.name] == MAX_ATTEMPTS:
+            self._tries[node.name] += counts and not is_refused
+            if is_different or self._tries[node.name] == MAX_ATTEMPTS:
                 self._spares.add(node.name)
         self._end(attempt.proposal, Outcome(notice=None, reason=reason))
         ranks = join_ranks(node.rank for node in attempt.nodes)
-        waits = all(node.name in self._spares for node in attempt.nodes)
+        waits = is_refused or all(node.name in self._spares for node in attempt.nodes)
         rest = "; it waits until the next restart" if waits else ""
         print_message(f"dynmo-train: node {ranks} does not join: {reason}{rest}")
 

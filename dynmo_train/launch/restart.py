@@ -78,7 +78,12 @@ def join_layout(layout: Layout, processes: int) -> int | None:
 
 
 def growth_workers(layout: Layout, processes: int) -> int:
-    """Number of pipeline ranks of a run that grows in place to ``processes``: that of a restart with these."""
+    """Number of pipeline ranks of a run that grows in place: that of a restart.
+
+    Args:
+        layout: sizes of the largest round.
+        processes: number of processes after the growth.
+    """
     changed = pipeline_size(layout.config, layout.processes, processes)
     pipeline = int(layout.config["parallel"]["pipeline_model_parallel_size"])
     # A restart without another size derives it again from its number of processes.

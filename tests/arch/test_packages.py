@@ -98,7 +98,6 @@ UNBOUNDED_PARSERS = {
     "dynmo_tools/dedup/doc_ids.py": "parts that this program wrote",
     "dynmo_tools/decontaminate/steps.py": "parts that this program wrote",
     "dynmo_train/parallel/process_groups.py": "messages between processes of a run",
-    "dynmo_train/launch/rendezvous.py": "messages between processes of a run",
     "dynmo_balance/formats/plan.py": "what was encoded just before",
     "dynmo_train/formats/step_digests.py": "what was encoded just before",
     "dynmo_train/formats/run.py": "what was encoded just before",

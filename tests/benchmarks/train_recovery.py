@@ -240,6 +240,7 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for way, of_way in pauses.items():
             of_way.append(join_pause_s(arguments, way))
+            sys.stderr.write(f"{way}: {of_way[-1]:.2f} s\n")
     for way, of_way in pauses.items():
         out(f"| {way} | {', '.join(f'{each:.2f}' for each in sorted(of_way))} |\n")
 

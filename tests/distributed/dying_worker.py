@@ -8,7 +8,7 @@
 * ``copy:N``: in the transfer of its N-th copy, from 1;
 * ``recovery:G``: when it has joined generation G;
 * ``start:0``: at its start; ``start:1`` with its node;
-* ``boundary:0``: where it joins, when the others wait at their boundary.
+* ``boundary:0``: where it joins, when the others wait at their boundary; ``boundary:1`` with its node.
 
 ``DYNMO_TEST_PAUSE`` has GENERATION:STEP: rank 0 begins this step of the generation when others wait to join.
 """
@@ -91,12 +91,12 @@ def _in_recovery(generation: int) -> None:
     survivor.find_memory_checkpoint = dying
 
 
-def _at_boundary(_: int) -> None:
+def _at_boundary(with_node: int) -> None:
     await_boundary = growth._await_boundary
 
     def dying(*arguments: Any) -> None:
         await_boundary(*arguments)
-        die()
+        die_with_node() if with_node else die()
 
     growth._await_boundary = dying
 

@@ -148,6 +148,16 @@ def test_joining_process_that_dies_at_the_boundary_is_not_awaited(whole, tmp_pat
     assert_same_bits(cluster.run, whole)
 
 
+def test_joining_node_that_dies_at_the_boundary_is_awaited_briefly(whole, tmp_path):
+    cluster = grown_after_loss(whole, tmp_path, ["2:boundary:1"])
+    assert cluster.finish() == [0, -signal.SIGKILL, -signal.SIGKILL]
+    assert "node 1 does not join: its processes did not answer within 5 s" in cluster.err(0)
+    assert cluster.ranks() == ["0", "1", "2"]
+    assert incidents(cluster.run) == [("continued", 4, 1, [1])]
+    assert growths(cluster.run) == []
+    assert_same_bits(cluster.run, whole)
+
+
 def test_joining_process_that_dies_during_the_growth_restarts_the_run(whole, tmp_path):
     cluster = grown_after_loss(whole, tmp_path, ["2:recovery:2"], save_interval="3")
     assert cluster.finish() == [0, -signal.SIGKILL, 0]

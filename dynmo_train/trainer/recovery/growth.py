@@ -15,6 +15,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..._common.document import DocumentError
@@ -92,12 +93,14 @@ class ProposalWatch:
             return  # the launcher has ended, and this process will; or it is of another version
 
     def _answer(self, keys: Store, proposal: Proposal) -> None:
-        problem = self._problem_of(proposal) or self._difference(keys, proposal)
-        if problem is None:
-            self._pending = proposal
-            return
-        self._refusals.append(problem)
-        keys.set(f"refused/{proposal.attempt}", problem)
+        # No node can have refused sizes; other options are those of this node.
+        for key, find in (("refused", self._problem_of), ("different", partial(self._difference, keys))):
+            problem = find(proposal)
+            if problem is not None:
+                self._refusals.append(problem)
+                keys.set(f"{key}/{proposal.attempt}", problem)
+                return
+        self._pending = proposal
 
     def _difference(self, keys: Store, proposal: Proposal) -> str | None:
         """How a joining rank was started differently; None where all have the same options and data."""

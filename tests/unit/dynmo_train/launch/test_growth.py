@@ -309,17 +309,36 @@ def test_node_that_drains_while_it_prepares_is_not_taken_in(cluster):
     assert nodes.membership.members == ("a",)
 
 
-def test_refused_sizes_are_not_tried_again(cluster):
+def refuse(leader, keys, attempt, key, reason, *ranks):
+    answer(keys, "prepared", attempt, *ranks)
+    leader.poll({})
+    keys.set(f"{key}/{attempt}", reason)
+    assert leader.poll({}) is True
+    assert decode_outcome(keys.get(f"outcome/{attempt}")).reason == reason
+
+
+def test_refused_sizes_are_not_tried_again_but_smaller_ones(cluster):
+    leader, nodes, keys = cluster("b", "c")
+    offer(leader, nodes)
+    refuse(leader, keys, 1, "refused", "more pipeline ranks than layers", 1, 2)
+    current = offer(leader, nodes)
+    assert (current.names, current.num_joining) == (("a", "b", "c", "b"), 1)
+    assert current.ranks_of("b") == {1, 3}
+    refuse(leader, keys, 2, "refused", "no such sizes", 3)
+    assert leader.growth.takes(nodes.membership.waiting())
+    assert leader.poll({}) is True
+    assert len(nodes.published) == 2
+
+
+def test_node_with_other_options_is_not_tried_again_but_its_successor(cluster):
     leader, nodes, keys = cluster("b")
     offer(leader, nodes)
-    answer(keys, "prepared", 1, 1)
-    leader.poll({})
-    keys.set("refused/1", "more pipeline ranks than layers")
-    assert leader.poll({}) is True
-    assert decode_outcome(keys.get("outcome/1")).reason == "more pipeline ranks than layers"
+    refuse(leader, keys, 1, "different", "--lr: 1, 2", 1)
     assert leader.growth.takes(nodes.membership.waiting())
     assert leader.poll({}) is True
     assert len(nodes.published) == 1
+    nodes.add("b2", 1)  # the launcher of that node, started again
+    assert offer(leader, nodes).names == ("a", "b", "b2")
 
 
 def test_node_that_has_not_read_the_round_yet_is_not_tried(cluster):
