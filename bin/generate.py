@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 ALL = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt")
 REPORTS = ("dynmo_train", "dynmo_balance")
+PAGES = (*REPORTS, "dynmo_ckpt")
 SHARED: Mapping[str, Sequence[str]] = {
     "_common/__init__.py": ALL,
     "_common/checks.py": ALL,
@@ -41,16 +42,16 @@ SHARED: Mapping[str, Sequence[str]] = {
     "_common/portable.py": ("dynmo_tools", "dynmo_train", "dynmo_ckpt"),
     "_common/crc32.py": ("dynmo_train", "dynmo_ckpt"),
     "_common/vocabulary_order.py": ("dynmo_train", "dynmo_balance"),
-    "_common/report/__init__.py": REPORTS,
+    "_common/report/__init__.py": PAGES,
     "_common/report/charts.py": REPORTS,
     "_common/report/facts.py": REPORTS,
-    "_common/report/page.py": REPORTS,
+    "_common/report/page.py": PAGES,
     "_common/report/run_data.py": REPORTS,
     "_common/report/series.py": REPORTS,
-    "_common/report/units.py": REPORTS,
-    "_common/report/assets/report.css": REPORTS,
-    "_common/report/assets/report.js": REPORTS,
-    "_common/report/assets/uplot.js": REPORTS,
+    "_common/report/units.py": PAGES,
+    "_common/report/assets/report.css": PAGES,
+    "_common/report/assets/report.js": PAGES,
+    "_common/report/assets/uplot.js": PAGES,
     "formats/profile_lines.py": ("dynmo_balance", "dynmo_train"),
 }
 PROGRAMS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -174,6 +175,9 @@ def diff(
     right: Annotated[Path, typer.Argument(metavar="OTHER", help="The checkpoint to compare with, of any format.")],
     atol: options.Atol = 0.0,
     with_optimizer: options.WithOptimizer = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="HTML file to write statistics of every tensor to.")
+    ] = None,
     ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
@@ -185,14 +189,50 @@ def diff(
 
     roles = ("parameter", "buffer", "mask", *(("optimizer",) if with_optimizer else ()))
     found = _differences(left, right, roles, atol, ignore_config=ignore_config)
+    listed = {} if html is None else {"tensors": _write_page(html, left, right, roles, atol, found, ignore_config)}
     if report is Format.JSON:
-        emit_json({"left": str(left), "right": str(right), "atol": atol, "equal": not found, "differences": found})
+        # JSON has no infinity, which is the difference of a number and NaN.
+        rows = [{**each, "max_abs": each["max_abs"] if math.isfinite(each["max_abs"]) else None} for each in found]
+        emit_json(
+            {"left": str(left), "right": str(right), "atol": atol, "equal": not rows, "differences": rows, **listed}
+        )
     else:
         for each in found:
             emit(f"{each['name']}: {each['message']}")
         emit(f"{len(found)} tensors differ" if found else "no tensor differs")
     if found:
         raise typer.Exit(EXIT_DIFFERENCE)
+
+
+def _write_page(
+    html: Path,
+    left: Path,
+    right: Path,
+    roles: tuple[str, ...],
+    atol: float,
+    found: list[dict[str, Any]],
+    ignore_config: options.IgnoreConfig,
+) -> list[Any]:
+    """Write the page of ``diff --html``; returns the statistics of the tensors."""
+    from .._common.document import write_whole
+    from .._common.report.page import encoded
+    from ..converters.registry import open_checkpoint
+    from ..io.errors import StorageError
+    from ..operations.compare import Difference
+    from ..operations.statistics import as_json, diff_page, statistics
+
+    read = ReadOptions(ignore_config=tuple(ignore_config or ()))
+    sides = [open_checkpoint(path, AUTO, read)[0] for path in (left, right)]
+    total = sum(content.num_bytes for content in sides[0].tensors.values())
+    with progress("statistics", total / 1e6, "MB") as tick:
+        listed = list(statistics(sides[0], sides[1], roles, tick))
+    page = diff_page((str(left), str(right)), listed, [Difference(**each) for each in found], atol)
+    try:
+        write_whole(html, encoded(page))
+    except OSError as error:
+        raise StorageError(f"--html {html}: {error.strerror or error}") from error
+    print_message(f"wrote {html}: {len(listed)} tensors")
+    return [as_json(each) for each in listed]
 
 
 def _differences(

@@ -11,6 +11,7 @@ BUILTIN = {
     "hf": "huggingface:HUGGING_FACE",
     "legacy": "legacy_megatron:LEGACY_MEGATRON",
     "deepspeed": "deepspeed:DEEPSPEED",
+    "titan": "torchtitan:TORCHTITAN",
     "gguf": "gguf:GGUF",
     "llama2c": "llama2c:LLAMA2C",
 }

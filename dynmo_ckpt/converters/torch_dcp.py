@@ -65,11 +65,12 @@ MOMENTS = {kind: f"optimizer.state.{kind}." for kind in STATE_KINDS[1:]}
 # To the names of llama2.c: both have Meta's matrices, with neighboring elements of a head as rotary pairs.
 TITAN = (
     (re.compile(r"tok_embeddings\.weight"), "tok_embeddings"),
-    (re.compile(r"layers\.(\d+)\.attention\.(w[qkvo])\.weight"), r"\2.\1"),
+    # Since 2026, queries, keys and values are in a module of their own, and the head has another name.
+    (re.compile(r"layers\.(\d+)\.attention\.(?:qkv_linear\.)?(w[qkvo])\.weight"), r"\2.\1"),
     (re.compile(r"layers\.(\d+)\.feed_forward\.(w[123])\.weight"), r"\2.\1"),
     (re.compile(r"layers\.(\d+)\.(attention_norm|ffn_norm)\.weight"), r"\2.\1"),
     (re.compile(r"norm\.weight"), "norm"),
-    (re.compile(r"output\.weight"), "output"),
+    (re.compile(r"(?:output|lm_head)\.weight"), "output"),
     (re.compile(r"freqs_cis|freq_cis|rope\.cache"), "freq_cis"),
 )
 # The name of the word embedding, which every model has, shows the naming scheme of all names.

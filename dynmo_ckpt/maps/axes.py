@@ -45,7 +45,7 @@ def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str, *, f
         axes: the axes of each stored dimension.
         sizes: of the axes.
         name: of the tensor, for messages.
-        finer: ``tensor`` may come from another map, with more dimensions than these axes.
+        finer: ``tensor`` may come from another map, with other dimensions than these axes.
 
     Raises:
         UnsupportedError: the shape does not fit the axes and sizes.
@@ -74,12 +74,15 @@ def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str, *, f
 
 
 def _merged(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """``tensor`` with adjacent dimensions flattened until it has ``shape``; None where that is impossible."""
+    """``tensor`` with dimensions flattened and split until it has ``shape``; None where that is impossible."""
     # Dimensions of size 1 would stop the search: any number of them may lie between the others.
     result = tensor.with_unit_dims(tuple(size for size in tensor.shape if size != 1))
     for dim, size in enumerate(shape):
         while dim + 1 < len(result.shape) and result.shape[dim] < size:
             result = result.flatten(dim)
+        # An axis of the other map may be two of this one, such as a head of the planes of its rotation.
+        if dim < len(result.shape) and result.shape[dim] > size and result.shape[dim] % size == 0:
+            result = result.unflatten(dim, (size, result.shape[dim] // size))
         if dim >= len(result.shape) or result.shape[dim] != size:
             return None
     return result if len(result.shape) == len(shape) else None

@@ -71,18 +71,29 @@ def plan_core(
         for kind in MOMENTS:
             entries |= _entries(f"optimizer.state.{kind}.", moments[kind].values(), "F32")
     folder = f"iter_{checkpoint.manifest['step']:07d}"
-    parts = [_part(tensor) for chunks in entries.values() for _, tensor in chunks]
-    data = ConcatenatedTorchFiles(name=f"{folder}/{DATA_FILE}", parts=tuple(parts))
+    data, metadata = distributed_files(f"{folder}/", entries)
     about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
     small = {
         "latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode(),
-        f"{folder}/.metadata": dump_pickle(_metadata(entries, data)),
+        f"{folder}/.metadata": metadata,
         f"{folder}/metadata.json": encode_json({**about, "common_backend_version": 1}),
     }
     return [data, _common(f"{folder}/common.pt", checkpoint, with_optimizer=with_optimizer)], small
 
 
 Entries = dict[str, list[tuple[tuple[int, ...], OutputTensor]]]
+
+
+def distributed_files(prefix: str, entries: Entries) -> tuple[ConcatenatedTorchFiles, bytes]:
+    """The data file of a distributed checkpoint, and the contents of its ``.metadata``.
+
+    Args:
+        prefix: of the path of the data file, empty or ending with a slash.
+        entries: for each name its chunks: begin in the whole tensor, and the tensor to write.
+    """
+    parts = [_part(tensor) for chunks in entries.values() for _, tensor in chunks]
+    data = ConcatenatedTorchFiles(name=f"{prefix}{DATA_FILE}", parts=tuple(parts))
+    return data, dump_pickle(_metadata(entries, data))
 
 
 def _entries(prefix: str, tensors: Iterable[MappedTensor], dtype: str | None) -> Entries:

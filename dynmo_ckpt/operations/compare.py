@@ -50,19 +50,40 @@ def differences(
         atol: largest absolute difference of an element that counts as equal; a NaN differs from any number.
         tick: advances a progress display, in MB.
     """
-    both_masked = bool(left.names("mask")) == bool(right.names("mask"))
-    # Where one side has masks, their effect is compared instead: see the docstring.
-    compared = tuple(role for role in roles if role != "mask" or both_masked)
-    names = [dict.fromkeys(side.names(*compared)) for side in (left, right)]
+    names = [dict.fromkeys(side.names(*_compared_roles(left, right, roles))) for side in (left, right)]
+    pairs = dict(comparable(left, right, roles))
     for name in names[0] | names[1]:
         if name not in names[1]:
             yield Difference(name=name, kind="only-left", message="is on the left only")
         elif name not in names[0]:
             yield Difference(name=name, kind="only-right", message="is on the right only")
         else:
-            pair = [_without_padding(side, name, not both_masked) for side in (left, right)]
-            yield from _compare(name, pair[0], pair[1], atol)
-            tick(pair[0].content.num_bytes / 1e6, name)
+            yield from _compare(name, *pairs[name], atol)
+            tick(pairs[name][0].content.num_bytes / 1e6, name)
+
+
+def comparable(
+    left: NativeCheckpoint, right: NativeCheckpoint, roles: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[OutputTensor, OutputTensor]]]:
+    """Yield each tensor that both checkpoints have, as they are compared: without padding, with masks of one side.
+
+    Args:
+        left: one checkpoint.
+        right: the other checkpoint.
+        roles: the roles of the tensors to compare, as in a manifest.
+    """
+    masked = bool(left.names("mask")) != bool(right.names("mask"))
+    compared = _compared_roles(left, right, roles)
+    on_the_right = set(right.names(*compared))
+    for name in left.names(*compared):
+        if name in on_the_right:
+            yield name, (_without_padding(left, name, masked), _without_padding(right, name, masked))
+
+
+def _compared_roles(left: NativeCheckpoint, right: NativeCheckpoint, roles: tuple[str, ...]) -> tuple[str, ...]:
+    # Where one side has masks, their effect is compared instead: see ``differences``.
+    both_masked = bool(left.names("mask")) == bool(right.names("mask"))
+    return tuple(role for role in roles if role != "mask" or both_masked)
 
 
 def _without_padding(checkpoint: NativeCheckpoint, name: str, masked: bool) -> OutputTensor:
@@ -87,7 +108,7 @@ def _compare(name: str, left: OutputTensor, right: OutputTensor, atol: float) ->
         yield Difference(name=name, kind="dtype", message=f"{dtypes[0]} on the left, {dtypes[1]} on the right")
     count, largest = 0, 0.0
     with open_sources(sources([left, right])) as files:
-        for one, other in aligned(_values(left, Reader(files)), _values(right, Reader(files))):
+        for one, other in aligned(numbers_of(left, Reader(files)), numbers_of(right, Reader(files))):
             if np.array_equal(one, other):
                 continue
             # In float64: numpy has no difference of booleans, and that of unsigned integers wraps.
@@ -105,7 +126,7 @@ def _compare(name: str, left: OutputTensor, right: OutputTensor, atol: float) ->
         yield Difference(name=name, kind="values", message=message, elements=count, max_abs=largest)
 
 
-def _values(tensor: OutputTensor, reader: Reader) -> Iterator[Numbers]:
-    """The panels of a tensor as flat arrays of numbers."""
+def numbers_of(tensor: OutputTensor, reader: Reader) -> Iterator[Numbers]:
+    """The panels of a tensor of any shape as flat arrays of numbers."""
     for panel in panels(tensor, reader):
         yield as_numbers(panel.reshape(-1), tensor.content.dtype)

@@ -42,6 +42,7 @@ from ..trainer.checkpoint.engine_checkpoint import check_same_model, state_reade
 from ..trainer.checkpoint.load_checkpoint import checkpoint_to_load
 from ..trainer.checkpoint.metadata import CheckpointMetadata
 from ..trainer.checkpoint.model_keys import RECORDS
+from ..trainer.checkpoint.unread_tensors import check_all_weights_are_read
 from ..trainer.engine import Engine
 from ..trainer.failures import lost_another_rank
 from ..trainer.fingerprint import checkpoint_properties, config_properties, join_same, option_properties, require_same
@@ -252,6 +253,7 @@ class FinetuneRun:
         """Load the weights into the engine, and return the step to resume after."""
         if resumed is not None:
             check_same_model(resumed, engine.family)
+            check_all_weights_are_read(resumed, engine.item_store)
             step, consumed = int(resumed.manifest["step"]), int(resumed.manifest["consumed_train_samples"])
             # Samples are addressed by step * batch, so another batch size would repeat or skip some.
             if consumed != step * self.batch:

@@ -62,6 +62,7 @@ from ..pipeline.graphed_items import check_graph_device
 from ..pipeline.profiler import LayerProfiler
 from .checkpoint.engine_checkpoint import check_same_model, check_same_optimizer, state_reader
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
+from .checkpoint.unread_tensors import check_all_weights_are_read
 from .engine import Engine
 from .engine_settings import EngineSettings
 from .fingerprint import checkpoint_properties, require_same
@@ -408,6 +409,7 @@ def _engine(
     if checkpoint is None:
         engine.build()
         return engine
+    check_all_weights_are_read(checkpoint, engine.item_store)
     if _takes_weights_only(config, checkpoint):
         engine.restore(state_reader(checkpoint, engine.item_store, world, moments=False), 0)
         return engine

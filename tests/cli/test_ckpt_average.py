@@ -88,7 +88,7 @@ def test_formats_and_topologies_may_differ(tmp_path, ckpt):
         torch.testing.assert_close(found[name], value, rtol=2e-7, atol=0, msg=name)
 
 
-def test_optimizer_state_is_left_out_and_masks_are_kept(tmp_path, ckpt):
+def test_average_has_masks_and_no_optimizer_state(tmp_path, ckpt):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     masks = native_checkpoints.masks(p)

@@ -16,6 +16,7 @@ from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from dynmo_train.trainer.checkpoint.engine_checkpoint import check_same_model, save, state_reader
 from dynmo_train.trainer.checkpoint.metadata import CheckpointMetadata
+from dynmo_train.trainer.checkpoint.unread_tensors import check_all_weights_are_read
 from dynmo_train.trainer.engine import Engine
 from dynmo_train.trainer.settings_from_config import engine_settings, initial_partition
 from tests.distributed.scenario import digest
@@ -80,6 +81,7 @@ def every_pair(world: World, folder: str) -> dict[tuple[int, int], float]:
         for after in PADDED:
             engine, checkpoint = engine_at(world, after), open_checkpoint(path)
             check_same_model(checkpoint, engine.family)
+            check_all_weights_are_read(checkpoint, engine.item_store)
             engine.restore(state_reader(checkpoint, engine.item_store, engine.world), 1)
             again = stored(engine, Path(folder) / f"{before}-{after}", 1)
             if world.is_rank0:

@@ -265,6 +265,7 @@ OPTIONS = {
     "reshard": "RUN out --tp 2 --pp 2",
     "info": "RUN --format json",
     "merge": "RUN out",
+    "average": "RUN RUN --output out --weights 1,2 --tp 2",
 }
 _MANIFEST = bytes_target(f"{P}.formats.checkpoint:parse_manifest", _manifest, call=lambda parse, data: parse(data, "m"))
 
@@ -400,6 +401,9 @@ TARGETS = [
     ),
     file_target(f"{P}.cli.megatron_tools:_vocabulary", lambda _folder: [b'{"a": 0, "b": 1}'], file="vocab.json"),
     text_target(f"{P}.cli.options:parse_bytes", ["5GB", "1.5MB", "1024"]),
+    text_target(
+        f"{P}.cli.options:parse_numbers", ["1,2", "0.5,1e3,nan"], call=lambda parse, text: parse("--weights", text)
+    ),
     text_target(f"{P}.maps.axes:parse_axes", ["[3 h d] w", "h (3 d) -> d", "a b"], errors=(ValueError,)),
     *(command_target(P, click_command(f"{P}.cli", "app", name), name, [line]) for name, line in OPTIONS.items()),
 ]

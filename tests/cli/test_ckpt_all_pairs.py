@@ -1,0 +1,130 @@
+"""A small model passes bit for bit from every format to every other, in one step."""
+
+import itertools
+import struct
+
+import numpy as np
+import pytest
+
+from dynmo_ckpt.converters.registry import open_checkpoint
+from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.operations.reference_model import load_array
+from tests.unit.dynmo_ckpt import families, native_checkpoints
+
+pytest.importorskip("torch")
+
+FORMATS = ("native", "hf", "legacy", "dcp", "titan", "deepspeed")
+GPT = native_checkpoints.model(num_layers=2)
+LLAMA = families.llama(num_layers=2)
+# Formats that have no such model: torchtitan's names are those of a Llama.
+WITHOUT = {"gpt": ("titan",), "llama": ()}
+TOPOLOGY = {"native": ("--tp", 2), "legacy": ("--tp", 2), "deepspeed": ("--tp", 2)}
+
+
+def parameters(family, dtype):
+    if family == "gpt":
+        found = native_checkpoints.true_rows(GPT["vocab_size"], native_checkpoints.parameters(GPT))
+    else:
+        found = native_checkpoints.true_rows(LLAMA["vocab_size"], families.parameters(LLAMA))
+    return {name: value.astype(dtype) for name, value in found.items()}
+
+
+@pytest.fixture(scope="module", params=[("gpt", np.float32), ("llama", np.float32), ("llama", np.float16)])
+def sources(request, tmp_path_factory):
+    """The family, its parameters, and the folder with one checkpoint per format."""
+    family, dtype = request.param
+    folder = tmp_path_factory.mktemp(family)
+    p = parameters(family, dtype)
+    native_checkpoints.save(folder / "native", p, GPT if family == "gpt" else LLAMA)
+    return family, p, folder
+
+
+def stored(path, names):
+    checkpoint, _ = open_checkpoint(path, options=ReadOptions())
+    assert set(checkpoint.names("parameter")) == set(names)
+    assert {checkpoint.manifest["tensors"][name]["dtype"] for name in names} == {
+        "F32" if next(iter(names.values())).dtype == np.float32 else "F16"
+    }
+    return {name: load_array(checkpoint, name) for name in names}
+
+
+def test_every_format_converts_to_every_other_without_a_changed_bit(sources, ckpt):
+    family, p, folder = sources
+    formats = [name for name in FORMATS if name not in WITHOUT[family]]
+    for name in formats[1:]:
+        ckpt("convert", folder / "native", folder / name, "--to", name, "--no-check-logits", *TOPOLOGY.get(name, ()))
+    for source, target in itertools.product(formats, formats):
+        out = folder / f"{source}-{target}"
+        options = TOPOLOGY.get(target, ())
+        ckpt("convert", folder / source, out, "--to", target, "--no-check-logits", "--no-verify", *options)
+        found = stored(out, p)
+        for name, value in p.items():
+            assert np.array_equal(found[name], value.astype(np.float32)), f"{source} to {target}: {name}"
+
+
+def llama2c(path, p):
+    """Write a model as llama2.c's export does, without the project's code."""
+    heads, groups, width = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"], LLAMA["head_dim"]
+    h, f, layers = LLAMA["hidden_size"], LLAMA["ffn_hidden_size"], LLAMA["num_layers"]
+    queries = heads // groups
+
+    def pairs(value, count):
+        return value.reshape(count, 2, width // 2, -1).swapaxes(1, 2).reshape(value.shape)
+
+    split = [p[f"layers.{i}.attention.qkv.weight"].reshape(groups, queries + 2, width, h) for i in range(layers)]
+    parts = [p["embedding.word.weight"]]
+    parts += [p[f"layers.{i}.attention.norm.weight"] for i in range(layers)]
+    parts += [pairs(each[:, :queries].reshape(-1, h), heads) for each in split]
+    parts += [pairs(each[:, queries].reshape(-1, h), groups) for each in split]
+    parts += [each[:, queries + 1].reshape(-1, h) for each in split]
+    parts += [p[f"layers.{i}.attention.dense.weight"] for i in range(layers)]
+    parts += [p[f"layers.{i}.mlp.norm.weight"] for i in range(layers)]
+    for name in ("gate", "fc2", "up"):
+        parts += [p[f"layers.{i}.mlp.{name}.weight"] for i in range(layers)]
+    parts += [p["head.norm.weight"], np.zeros((2, LLAMA["max_position_embeddings"], width // 2), np.float32)]
+    parts += [p["head.weight"]]
+    sizes = (h, f, layers, heads, groups, -LLAMA["vocab_size"], LLAMA["max_position_embeddings"])
+    path.write_bytes(struct.pack("<7i", *sizes) + b"".join(part.astype("<f4").tobytes() for part in parts))
+
+
+@pytest.mark.parametrize("target", FORMATS)
+def test_llama2c_converts_to_every_format_without_a_changed_bit(tmp_path, ckpt, target):
+    p = parameters("llama", np.float32)
+    llama2c(tmp_path / "model.bin", p)
+    options = TOPOLOGY.get(target, ())
+    ckpt("convert", tmp_path / "model.bin", tmp_path / "out", "--to", target, "--no-check-logits", *options)
+    found = stored(tmp_path / "out", p)
+    assert all(np.array_equal(found[name], value) for name, value in p.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_titan_is_loaded_by_torch_under_current_names(tmp_path, ckpt):
+    """torch's own reader finds torchtitan's names and shapes; neighbors of a head are its pairs."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    p = parameters("llama", np.float32)
+    native_checkpoints.save(tmp_path / "native", p, LLAMA)
+    ckpt("convert", tmp_path / "native", tmp_path / "out", "--to", "titan")
+    metadata = FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    names = {"tok_embeddings.weight", "norm.weight", "lm_head.weight"}
+    for i in range(2):
+        names |= {f"layers.{i}.attention.qkv_linear.{each}.weight" for each in ("wq", "wk", "wv")}
+        names |= {f"layers.{i}.feed_forward.{each}.weight" for each in ("w1", "w2", "w3")}
+        names |= {f"layers.{i}.{each}.weight" for each in ("attention.wo", "attention_norm", "ffn_norm")}
+    assert set(metadata) == names
+    state = {name: torch.zeros(entry.size) for name, entry in metadata.items()}
+    load(state, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
+    qkv = p["layers.1.attention.qkv.weight"].reshape(2, 4, 4, 16)
+    query = qkv[:, :2].reshape(4, 2, 2, 16).swapaxes(1, 2).reshape(16, 16)
+    assert np.array_equal(state["layers.1.attention.qkv_linear.wq.weight"].numpy(), query)
+    assert np.array_equal(state["layers.0.feed_forward.w2.weight"].numpy(), p["layers.0.mlp.fc2.weight"])
+
+
+@pytest.mark.parametrize("family", ["gpt", "window"])
+def test_titan_refuses_other_models_by_name(tmp_path, ckpt, family):
+    m = GPT if family == "gpt" else LLAMA | {"sliding_window": 4}
+    p = parameters("gpt" if family == "gpt" else "llama", np.float32)
+    native_checkpoints.save(tmp_path / "native", p, m)
+    result = ckpt("convert", tmp_path / "native", tmp_path / "out", "--to", "titan", code=5)
+    assert f"a {'gpt2' if family == 'gpt' else 'mistral'} is not written" in result.stderr
