@@ -32,7 +32,10 @@ PLAIN = replace(BASE, dropout=0.0)
 
 FAMILIES = {
     model: Scenario(model=model, steps=5, dropout=0.0, prune=False, freeze=((3, 1),))
-    for model in ("llama", "decoder", "mixtral", "mixtral-padded", "mixtral-dropless", "bert", "t5", "t5-relative")
+    for model in (
+        *("llama", "decoder", "deepseek", "mixtral", "mixtral-padded", "mixtral-dropless"),
+        *("bert", "t5", "t5-relative"),
+    )
 }
 
 

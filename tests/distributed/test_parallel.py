@@ -76,6 +76,7 @@ TWO_FAMILIES = {
     **{model: Layout(dims=T2, scenario=scenario) for model, scenario in FAMILIES.items()},
     "llama, cut along tokens": Layout(dims=T2, scenario=FAMILIES["llama"], settings=CUT),
     "decoder, cut along tokens": Layout(dims=T2, scenario=FAMILIES["decoder"], settings=CUT),
+    "deepseek, cut along tokens": Layout(dims=T2, scenario=FAMILIES["deepseek"], settings=CUT),
     "t5, cut along tokens": Layout(dims=T2, scenario=FAMILIES["t5"], settings=CUT),
     "mixtral, shared experts": Layout(dims=E2, scenario=FAMILIES["mixtral"]),
     **{
@@ -176,6 +177,7 @@ def test_tensor_parallelism_has_nearly_the_losses_of_one_process(one, two, four_
         *FAMILIES,
         "llama, cut along tokens",
         "decoder, cut along tokens",
+        "deepseek, cut along tokens",
         "t5, cut along tokens",
         "mixtral, replicas",
         "mixtral, shared experts",
