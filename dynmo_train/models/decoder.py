@@ -114,7 +114,8 @@ class DecoderShape(ModelDims):
             tied_embeddings=not model.untie_embeddings_and_output_weights,
             position_embedding=model.position_embedding_type,
             attention_bias="all" if model.add_bias_linear else "qkv" if model.add_qkv_bias else "none",
-            qk_norm=None if model.qk_norm == "none" else model.qk_norm,
+            # Of the latents, which always have norms: not of heads.
+            qk_norm=None if model.qk_norm == "none" or model.multi_latent_attention else model.qk_norm,
             rotary_scaling=model.rotary_scaling_object,
             rotary_fraction=model.rotary_percent,
             reset_position_ids=data.resets_positions,
@@ -403,7 +404,8 @@ class Decoder(Family[Shape]):
         shape = self.shape
         # Readers of versions without a field must refuse a model that needs it.
         plain = shape.plain().stated()
-        own = {name: value for name, value in shape.stated().items() if name in self.always or value != plain[name]}
+        always = (*self.always, "head_dim", "num_key_value_heads") if shape.latent is not None else self.always
+        own = {name: value for name, value in shape.stated().items() if name in always or value != plain[name]}
         parts = [part.manifest() for part in (shape.latent, shape.moe) if part is not None]
         if shape.mtp_num_layers:
             parts.append({"mtp_num_layers": shape.mtp_num_layers})

@@ -33,7 +33,7 @@ PLAIN = replace(BASE, dropout=0.0)
 FAMILIES = {
     model: Scenario(model=model, steps=5, dropout=0.0, prune=False, freeze=((3, 1),))
     for model in (
-        *("llama", "decoder", "capped", "sinks"),
+        *("llama", "decoder", "capped", "sinks", "deepseek"),
         *("mixtral", "mixtral-padded", "mixtral-dropless", "bert", "t5", "t5-relative"),
     )
 }

@@ -51,6 +51,15 @@ COMMON: Options = {
     "num_workers": 0,
 }
 EXPERTS: Options = {"num_experts": 4, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
+LATENT: Options = {
+    "family": "llama",
+    "num_query_groups": 4,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
 PRUNED: Options = {"sparsify": True, "pruning_start_iter": 1, "pruning_end_iter": 5, "pruning_freq": 2}
 # Options that fix the mathematics, by feature; of several alternatives one is drawn.
 FEATURES: dict[str, tuple[Options, ...]] = {
@@ -74,6 +83,9 @@ FEATURES: dict[str, tuple[Options, ...]] = {
         {**EXPERTS, "moe_shared_expert_intermediate_size": 24},
         {**EXPERTS, "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
     ),
+    "dense blocks": ({**EXPERTS, "moe_layer_freq": "[0]+[1]*3", "moe_ffn_hidden_size": 24},),
+    "latent attention": (LATENT, {**LATENT, "q_lora_rank": 12}),
+    "multi-token prediction": ({"family": "llama", "mtp_num_layers": 1}, {"family": "llama", "mtp_num_layers": 2}),
     "attention window": ({"attention_window": 8},),
     "document masks": (
         {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True, "mock_data": True},

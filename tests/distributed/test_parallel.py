@@ -79,6 +79,7 @@ TWO_FAMILIES = {
     "capped, cut along tokens": Layout(dims=T2, scenario=FAMILIES["capped"], settings=CUT),
     "sinks, cut along tokens": Layout(dims=T2, scenario=FAMILIES["sinks"], settings=CUT),
     "sinks, shared experts": Layout(dims=E2, scenario=FAMILIES["sinks"]),
+    "deepseek, cut along tokens": Layout(dims=T2, scenario=FAMILIES["deepseek"], settings=CUT),
     "t5, cut along tokens": Layout(dims=T2, scenario=FAMILIES["t5"], settings=CUT),
     "mixtral, shared experts": Layout(dims=E2, scenario=FAMILIES["mixtral"]),
     **{
@@ -179,6 +180,7 @@ def test_tensor_parallelism_has_nearly_the_losses_of_one_process(one, two, four_
         *FAMILIES,
         "llama, cut along tokens",
         "decoder, cut along tokens",
+        "deepseek, cut along tokens",
         "t5, cut along tokens",
         "mixtral, replicas",
         "mixtral, shared experts",

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from dynmo_balance.inputs.model_config import from_config
 from dynmo_train.models.kv_cache import Decoder as CachedDecoder
 from dynmo_train.models.kv_cache import DecodingCache
 from dynmo_train.models.latent_attention import LatentShape
+from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.moe import MoeShape
 from dynmo_train.models.router import RouterShape
@@ -217,3 +219,15 @@ def test_manifest_of_a_shape_gives_the_same_shape(name):
     again = Llama(LlamaShape.from_manifest(family.manifest()))
     assert again.manifest() == family.manifest()
     assert (again.shape.latent, again.shape.moe) == (family.shape.latent, family.shape.moe)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_cost_model_counts_the_parameters_of_a_manifest(name):
+    family = Llama(SHAPES[name])
+    stored = (
+        parameter.numel()
+        for item in family.items
+        for full, parameter in parameters_of(item.name, family.build(item.name, torch.device("meta"))).items()
+        if full not in family.ties
+    )
+    assert from_config(family.manifest(), "manifest").params == sum(stored)

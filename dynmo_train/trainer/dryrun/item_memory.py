@@ -23,7 +23,9 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...models.layer_list import BoundaryShape, ItemSpec, output_of
+from ...models.aux_loss import with_losses
+from ...models.layer_list import BoundaryShape, ItemOutput, ItemSpec, output_of
+from ...models.multi_token import PREFIX
 from ...optim.precision import cast_forward
 from ...parallel.random_stream import ItemStream, drawing_from
 
@@ -158,6 +160,10 @@ def _on_fake_tensors(
             copy = torch.empty(parameter.shape, dtype=boundary.dtype, device="cpu")
             others.append(copy)
             used[name] = cast_forward(master, copy)
+    # Biases of experts, which have no gradient.
+    for name, buffer in module.named_buffers():
+        used[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
+        others.append(used[name])
     read = [torch.empty(boundary.shapes[n], dtype=boundary.dtype, device="cpu", requires_grad=True) for n in item.reads]
     batch = [torch.empty(inputs[name].shape, dtype=inputs[name].dtype, device="cpu") for name in item.inputs]
     # Parameters, gradients and what other items pass on belong to no item's activations.
@@ -170,7 +176,11 @@ def _on_fake_tensors(
             return functional_call(module, used, arguments)
 
     with live:
-        result = output_of(run(call, *read, *batch))
+        found = run(call, *read, *batch)
+        # A depth of multi-token prediction passes its input on: its loss alone refers to what it saves.
+        losses = found.losses.values() if isinstance(found, ItemOutput) and item.name.startswith(f"{PREFIX}.") else ()
+        result = with_losses(output_of(found), losses, 1.0)
+        del found, losses
         # ``result`` is still referenced: the saved bytes include the output.
         saved, forward = live.current, live.peak
         live.peak = live.current

@@ -25,6 +25,7 @@ from ...models.embedding_grad import PendingRows, most_pending
 from ...models.float8 import float8_items, operand_bytes
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, vocabulary_rows
 from ...models.moe import BALANCED, MoeMlp
+from ...models.multi_token import PredictionLayer
 from ...models.sharding import cut_item, join_context
 from ...models.vocabulary_family import VocabularyShardedFamily
 from ...models.vocabulary_shards import ranks_of_shards
@@ -101,9 +102,10 @@ def _assumptions(config: Config, module: nn.Module) -> DataAssumptions | None:
     """The assumptions for an item whose memory depends on data: an even load of experts; None where none is made."""
     if isinstance(module, BertHead):
         return DataAssumptions(nonzero_fraction=config.data.mask_prob)
-    if not isinstance(module, MoeMlp):
+    experts = next((part for part in module.modules() if isinstance(part, MoeMlp)), None)
+    if experts is None or not isinstance(module, MoeMlp | PredictionLayer):
         return NO_ASSUMPTIONS
-    moe = module.moe
+    moe = experts.moe
     # Their numbers of tokens depend on the scores, or on those of other ranks.
     if moe.routing == BALANCED or config.parallel.expert_model_parallel_size > 1:
         return None
