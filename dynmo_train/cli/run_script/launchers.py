@@ -430,7 +430,7 @@ def _program(
     if name in UNSUPPORTED_PROGRAMS:
         return UNSUPPORTED_PROGRAMS[name]
     if name in OWN_PROGRAMS:
-        return OurCommand([name, *arguments], [], environment)
+        return _own_command(name, arguments, environment)
     if name == "lm_eval" or (name == "lm-eval"):
         name, path = "main.py", "main.py"
     row = find(path)
@@ -460,6 +460,18 @@ def _program(
     if launcher:
         words = ["dynmo-train", "launch", *launcher, "--", *words[1:]]
     return OurCommand(words, notes, environment)
+
+
+def _own_command(name: str, arguments: list[str], environment: dict[str, str]) -> OurCommand | str:
+    """A command of this project that a script contains; not one that starts other programs or scripts."""
+    nested = arguments[arguments.index("--") + 1 :] if "--" in arguments else arguments
+    if name == "dynmo-train" and ("run" in (arguments[:1] + nested[:1])):
+        return "a script cannot start dynmo-train run; write: bash FILE"
+    if name == "dynmo-train" and arguments[:1] == ["launch"]:
+        outer = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        if any(word.partition("=")[0] in ("--ssh", "--container") for word in outer):
+            return "--ssh and --container name other programs; run the command by itself"
+    return OurCommand([name, *arguments], [], environment)
 
 
 def _count(text: str, what: str) -> int:

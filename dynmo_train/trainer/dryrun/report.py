@@ -25,6 +25,7 @@ from ..._common.document import parse_any_json
 from ..._common.errors import UsageError
 from ...config import Config
 from ...dynamics.freezing import frozen_items
+from ...formats.plan import initial_plan, write_plan
 from ...formats.profile import Layout, ModelInfo, WorkerInfo, append_record, header_record
 from ...launch.find_command import program_path
 from ...models.layer_list import ModelFamily, parameters_of
@@ -33,7 +34,7 @@ from ...models.sharding import experts_of
 from ...optim.optimizers.registry import optimizer_settings
 from ...pipeline.expert_migration import experts_by_item
 from ..monitoring.profile_writer import describe_copies, describe_items, describe_shards
-from ..settings_from_config import analytic_keys_of, engine_settings, flops_counter
+from ..settings_from_config import analytic_keys_of, engine_settings, flops_counter, initial_partition
 from .item_memory import ItemMemory
 from .peak_memory import copies_of_worker, item_memories, shard_share, worker_peaks
 from .replica_traffic import replica_bytes
@@ -174,7 +175,23 @@ def _state_weights_of_all_experts(record: dict[str, Any], family: ModelFamily, t
             item["x_active_param_count"] = sum(parameter.numel() for parameter in build(item["name"]).parameters())
 
 
-def _simulate(header: dict[str, Any], config: Config, device: str) -> dict[str, Any]:
+def _plan_of(config: Config, family: ModelFamily, run_id: str, folder: Path) -> str | None:
+    """The plan that the run starts with: of ``--plan``, or of Megatron's options of stages; None: uniform."""
+    if config.balance.plan or not config.parallel.has_layout:
+        return config.balance.plan
+    partition = initial_partition(config, family, None)
+    document = initial_plan(
+        run_id=run_id,
+        stages=partition.stages,
+        stage_workers=partition.stage_ranks,
+        schedule=config.parallel.schedule,
+        virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
+        granularity=config.balance.granularity,
+    )
+    return str(write_plan(folder / "plans", document))
+
+
+def _simulate(header: dict[str, Any], config: Config, family: ModelFamily, device: str) -> dict[str, Any]:
     """The result of ``dynmo-plan simulate``; raises ``UsageError`` if it is not installed or fails."""
     program = program_path("dynmo-plan")
     if program is None:
@@ -184,10 +201,11 @@ def _simulate(header: dict[str, Any], config: Config, device: str) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.jsonl"
         append_record(profile, header)
-        # ``uniform``, since a run starts with Megatron's uniform partition.
+        # ``uniform``, since a run without a plan starts with Megatron's uniform partition.
         command = [program, "simulate", str(profile), "--device", device, "--dtype", dtype, "--balancer", "uniform"]
         command += ["--recompute", config.training.recompute_granularity, "--format", "json"]
-        command += ["--plan", config.balance.plan] if config.balance.plan else []
+        plan = _plan_of(config, family, header["run_id"], Path(folder))
+        command += ["--plan", plan] if plan else []
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageError(f"dynmo-plan simulate: {done.stderr.strip() or done.returncode}")
@@ -209,7 +227,7 @@ def dry_run(config: Config, device: str) -> DryRunReport:
     boundary = engine_settings(config).pipeline.boundary
     memories = item_memories(config, family, boundary)
     header = profile_header_of_run(config, family, memories)
-    simulation = _simulate(header, config, device)
+    simulation = _simulate(header, config, family, device)
     total, local_counts = 0, {}
     for item in family.items:
         counts = parameters_of(item.name, family.build(item.name, torch.device("meta")))

@@ -180,3 +180,90 @@ def test_each_option_of_megatron_is_known_with_its_number_of_values():
             if values != expected and name not in other:
                 wrong.append((family, name, values, expected))
     assert wrong == []
+
+
+FIELDS = [line for line in (FOLDER / "torchtitan_fields.txt").read_text().splitlines() if not line.startswith("#")]
+BRIDGE = [line for line in (FOLDER / "bridge_fields.txt").read_text().splitlines() if not line.startswith("#")]
+# Fields of Megatron-Bridge with another name than the option of Megatron-LM; None: no option of pre-training.
+BRIDGE_NAMES = {
+    "checkpoint.fully_parallel_save": "--ckpt-fully-parallel-save",
+    "dataset.blend": "--data-path",
+    "dataset.blend_per_split": "--train-data-path",
+    "dataset.random_seed": "--seed",
+    "dataset.skip_getting_attention_mask_from_dataset": "--no-create-attention-mask-in-dataloader",
+    "ddp.average_in_collective": "--ddp-average-in-collective",
+    "ddp.check_for_nan_in_grad": "--no-check-for-nan-in-loss-and-grad",
+    "ddp.grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "mixed_precision.grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "dist.enable_megatron_core_experimental": "--enable-experimental",
+    "model.apply_dsa_kernel_fusion": "--dsa-kernel-backend",
+    "model.apply_rope_fusion": "--no-rope-fusion",
+    "model.bias_activation_fusion": "--no-bias-gelu-fusion",
+    "model.microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "model.moe_a2a_overlap": "--overlap-moe-expert-parallel-comm",
+    "model.num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "model.num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "model.params_dtype": "--bf16",
+    "model.pipeline_dtype": "--bf16",
+    "model.quant_recipe": "--te-precision-config-file",
+    "model.use_fused_mhc": "--enable-mhc-connections",
+    "model.use_te_rng_tracker": "--te-rng-tracker",
+    "model.virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "model.yarn_mscale": "--mscale",
+    "model.yarn_mscale_all_dim": "--mscale-all-dim",
+    "model.yarn_rotary_scaling_factor": "--rotary-scaling-factor",
+    "scheduler.max_lr": "--lr",
+    **dict.fromkeys(("model.csa_compress_ratios", "model.mtp_eval_in_bf16"), "--experimental-attention-variant"),
+    **dict.fromkeys(
+        (
+            *("dataset.dataset_kwargs", "dataset.dataset_root", "dataset.do_test", "dataset.do_validation"),
+            *("dataset.hf_output_root", "dataset.hf_validation_proportion", "dataset.max_train_samples"),
+            *("dataset.preprocessing", "tokenizer.hf_tokenizer_kwargs", "tokenizer.rank"),
+        )
+    ),
+}
+
+
+def is_known(flag):
+    return flag in FLAGS or any(declared_name(flag, declared(family), FLAGS) in declared(family) for family in COMMANDS)
+
+
+def test_each_field_of_torchtitan_is_known():
+    assert len(FIELDS) > 60
+    assert [field for field in FIELDS if f"--{field}" not in FLAGS] == []
+
+
+def test_each_field_of_megatron_bridge_has_an_option():
+    assert len(BRIDGE) > 140
+    unknown = []
+    for field in BRIDGE:
+        dashed = field.partition(".")[2].replace("_", "-")
+        flags = [f"--{dashed}", f"--no-{dashed}", f"--disable-{dashed}"]
+        if field in BRIDGE_NAMES:
+            flags = [BRIDGE_NAMES[field]] if BRIDGE_NAMES[field] else []
+        if flags and not any(map(is_known, flags)):
+            unknown.append(field)
+    assert unknown == []
+
+
+TORCHTITAN_LLAMA = (
+    "--optimizer.name AdamW --optimizer.lr 3e-4 --lr_scheduler.warmup_steps 200 --training.max_context_length 8192"
+    " --training.num_tokens_per_train_step -1 --training.steps 1000 --training.max_norm 1.0"
+    " --parallelism.tensor_parallel_degree 2 --parallelism.enable_sequence_parallel"
+    " --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule Interleaved1F1B"
+    " --activation_checkpoint.mode selective --checkpoint.interval 500 --metrics.log_freq 1 --validator.freq 5"
+    " --num-layers 8 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 8192 --vocab-size 100"
+    " --mock-data --micro-batch-size 1 --global-batch-size 8"
+)
+
+
+def test_configuration_of_torchtitan_has_its_sizes():
+    translation = translate(shlex.split(TORCHTITAN_LLAMA), "llama", declared("llama"))
+    assert not translation.problems
+    values = COMMANDS["llama"].make_context("llama", list(translation.arguments)).params
+    flags = {key: value for key, value in values.items() if key in option_specs() and value is not None}
+    config = resolve_checked(flags=flags, file={}, command={"family": "llama"}, context=DefaultContext(world_size=8))
+    assert (config.parallel.schedule, config.parallel.virtual_stages_per_worker) == ("interleaved-1f1b", 2)
+    assert (config.parallel.sequence_parallel, config.parallel.data_parallel_size) == (True, 2)
+    assert (config.model.seq_length, config.training.train_iters, config.training.eval_interval) == (8192, 1000, 5)
+    assert config.training.recompute_granularity == "selective"

@@ -133,3 +133,14 @@ def test_layout_is_for_the_start_and_not_for_v_schedules():
     with pytest.raises(DocumentError, match="--schedule zb-v"):
         config_from({"layers": 4, "ranks": 2, "layout": "Et|t|t|tL"}, schedule="zb-v", virtual_stages_per_worker=2)
     assert not config_of(**MODEL, num_layers=2).parallel.has_layout
+
+
+def test_dry_run_has_the_parameters_of_the_layout():
+    from dynmo_train.trainer.dryrun.report import dry_run
+
+    even = dry_run(config_from({"layers": 6, "ranks": 2}), "cpu")
+    uneven = dry_run(config_from({"layers": 6, "ranks": 2, "layout": "Et|tttttL"}), "cpu")
+    assert uneven.parameters == even.parameters
+    block, words, norm = 12 * 16 * 16 + 13 * 16, 128 * 16, 2 * 16
+    assert even.parameters_per_worker == 3 * block + words + 8 * 16
+    assert uneven.parameters_per_worker == 5 * block + words + norm

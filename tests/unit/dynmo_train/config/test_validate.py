@@ -67,6 +67,24 @@ CASES = {
     "graph cut": ({"cuda_graph": True, "tensor_model_parallel_size": 2, "world_size": 2}, "--cuda-graph"),
     "graph sharded": ({"cuda_graph": True, "zero_stage": 2, "world_size": 2}, "--cuda-graph"),
     "graph lengths": ({"cuda_graph": True, "curriculum_shortest": 8}, "--cuda-graph"),
+    "layout of too few": (
+        {"pipeline_model_parallel_layout": "Et|tL", "world_size": 2, "global_batch_size": 4, "num_layers": 4},
+        "--pipeline-model-parallel-layout",
+    ),
+    "layout of two stacks": (
+        {"family": "t5", "decoder_last_pipeline_num_layers": 1, "world_size": 2, "global_batch_size": 4},
+        "--decoder-last-pipeline-num-layers",
+    ),
+    "layout and others": (
+        {
+            "account_for_loss_in_pipeline_split": True,
+            "decoder_first_pipeline_num_layers": 1,
+            "num_layers": 3,
+            "world_size": 2,
+            "global_batch_size": 4,
+        },
+        "--decoder-first-pipeline-num-layers",
+    ),
     "virtual alone": ({"num_layers_per_virtual_pipeline_stage": 2}, "--num-layers-per-virtual-pipeline-stage"),
     "virtual and uneven": (
         {"num_layers_per_virtual_pipeline_stage": 3, "world_size": 2, "global_batch_size": 4},
@@ -376,7 +394,7 @@ CASES = {
     "across steps of nothing": ({"error_feedback_across_steps": True}, "--error-feedback-across-steps"),
     "replicas of nothing": ({"grad_comp": True}, "--grad-comp"),
     "bf16 sums of whole gradients": (
-        {"grad_reduce_in_bf16": True, "zero_stage": 1, **REPLICAS},
+        {"grad_reduce_in_bf16": True, "zero_stage": 1, "zero_gradient_sync": "step", **REPLICAS},
         "--grad-reduce-in-bf16",
     ),
     "copies of no shards": ({"hsdp": 2, "zero_stage": 2, **REPLICAS}, "--hsdp"),

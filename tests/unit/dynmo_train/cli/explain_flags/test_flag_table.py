@@ -28,7 +28,10 @@ def of(status):
 
 def parsed(words, family="gpt"):
     """Values of the options that a command line sets."""
-    context = COMMANDS[family].make_context(family, list(words))
+    # Sequence parallelism alone has no effect.
+    alone = {"--sequence-parallel", "--parallelism.enable_sequence_parallel"} & set(words)
+    sizes = ["--tensor-model-parallel-size", "2"] if alone else []
+    context = COMMANDS[family].make_context(family, [*words, *sizes])
     return {name: value for name, value in context.params.items() if value is not None}
 
 
@@ -142,6 +145,7 @@ optimizer = {name = "AdamW", lr = 3e-4, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, w
 lr_scheduler = {warmup_steps = 200, total_steps = 1000, decay_type = "linear"}
 debug.seed = 1
 [training]
+max_context_length = 2048
 local_batch_size = 8
 batch_size = 8
 global_batch_size = 64
@@ -155,6 +159,7 @@ compile = true
 dataloader.num_workers = 2
 dataset_path = "allenai/c4"
 [parallelism]
+enable_sequence_parallel = true
 data_parallel_replicate_degree = 1
 enable_async_tensor_parallel = true
 tensor_parallel_degree = 1
@@ -173,12 +178,17 @@ keep_latest_k = 10
 [activation_checkpoint]
 mode = "selective"
 [compile]
+enable_async_tensor_parallel = true
 enable = true
 backend = "inductor"
 [validation]
 dataset_path = "allenai/c4"
 freq = 10
 steps = 4
+
+[validator]
+freq = 5
+steps = 10
 """
 
 
