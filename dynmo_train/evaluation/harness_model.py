@@ -103,7 +103,7 @@ class HarnessModel:
         Raises:
             UsageError: an option is unknown, or there is no position left for a prompt.
         """
-        stops, length, sampling = read_options(options)
+        stops, length, sampling = generation_options(options)
         room = self.max_length - length
         if room < 1:
             raise UsageError(
@@ -134,7 +134,7 @@ class HarnessModel:
         return load_forward_engine(self._source, self._inference, self._world, tokens=tokens, wrap=wrap)
 
 
-def read_options(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int, Sampling]:
+def generation_options(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int, Sampling]:
     """Stop texts, maximum of new tokens and sampling of a task's ``generation_kwargs``.
 
     Raises:
