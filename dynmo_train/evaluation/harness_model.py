@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -182,8 +183,9 @@ def open_harness_model(load: str, batch_size: int = 8, dtype: str = "float32", d
     return HarnessModel(open_causal_model(inference, world, {}), inference, world)
 
 
+@functools.cache
 def register() -> type[Any]:
-    """Define the harness's model ``dynmo``; needs the harness."""
+    """Define the harness's model ``dynmo``, once; needs the harness."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window

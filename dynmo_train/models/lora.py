@@ -260,3 +260,26 @@ def stored_settings(model: Mapping[str, Any]) -> LoraSettings | None:
     if stated is None:
         return None
     return LoraSettings(rank=stated["rank"], alpha=stated["alpha"], targets=tuple(stated["targets"]))
+
+
+def compare_adapters(
+    stored: Mapping[str, Any], expected: Mapping[str, Any], *, resumes: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """What a checkpoint's model must still state, and the difference if its adapters cannot be those of a run.
+
+    Args:
+        stored: ``model`` object of the checkpoint.
+        expected: that of the run.
+        resumes: whether the run resumes training.
+    """
+    remaining = dict(expected)
+    if FIELD in stored and FIELD not in expected:
+        rank = stored[FIELD]["rank"]
+        return remaining, [
+            f"it has adapters of rank {rank}, and this run has none: give --lora-rank, or merge them with"
+            " dynmo-train export-adapter --merge"
+        ]
+    if FIELD not in stored and not resumes:
+        # Adapters start from their initial values on any model.
+        remaining.pop(FIELD, None)
+    return remaining, []

@@ -20,10 +20,10 @@ class Positions(HarnessModel):
 
 
 def test_log_likelihoods_score_the_continuation_within_the_positions(monkeypatch):
-    asked = []
+    scored = []
 
     def score(_engine, sequences, *, longest, micro_batch):
-        asked.extend(sequences)
+        scored.extend(sequences)
         assert (longest, micro_batch) == (8, 2)
         return Scores(losses=[1.5] * len(sequences), hits=[2] * len(sequences))
 
@@ -31,12 +31,12 @@ def test_log_likelihoods_score_the_continuation_within_the_positions(monkeypatch
     pairs = [([1], [2, 3]), (list(range(20)), [7, 8, 9]), ([1], []), ([5], list(range(12)))]
     found = Positions().log_likelihoods(pairs)
     assert found == [(-1.5, True), (-1.5, False), (0.0, True), (-1.5, False)]
-    assert [each.tokens.tolist() for each in asked] == [
+    assert [each.tokens.tolist() for each in scored] == [
         [1, 2, 3],
         [14, 15, 16, 17, 18, 19, 7, 8, 9],
         list(range(3, 12)),
     ]
-    assert [each.first_scored for each in asked] == [1, 6, 1]
+    assert [each.first_scored for each in scored] == [1, 6, 1]
 
 
 def test_options_of_a_task_are_those_of_the_harness():
