@@ -550,4 +550,6 @@ def check_names_match(expected: set[str], found: set[str]) -> None:
     """
     for names, what in ((found - expected, "the map has no rule for"), (expected - found, "the input lacks")):
         if names:
-            raise UnsupportedError(f"{what} {len(names)} tensors: {short_names(sorted(names))}")
+            adapters = any(".adapter.lora_" in name for name in names)
+            remedy = "; merge the adapters first: dynmo-train export-adapter --merge" if adapters else ""
+            raise UnsupportedError(f"{what} {len(names)} tensors: {short_names(sorted(names))}{remedy}")

@@ -77,11 +77,11 @@ class DataConfig:
     )
     eod_mask_loss: bool = option("Exclude end-of-document inputs from the loss (gpt, llama).", default=False)
     sft: bool = option(
-        "Train on conversations of dynmo-prep binarize-chat: loss on the assistant's tokens (gpt, llama).",
+        "Train on conversations of binarize-chat: loss on the assistant's tokens (gpt, llama).",
         default=False,
         common=True,
     )
-    sft_packing: bool = option("Several conversations per sample of --sft; else one, and padding.", default=True)
+    sft_packing: bool = option("Pack several conversations into a sample of --sft; else pad one.", default=True)
     split: str = option("Weights of the training, validation and test splits.", default="969,30,1", common=True)
     data_impl: DataImpl = option("Dataset implementation; must match the file.", default="infer")
     sample_order: SampleOrder = option(

@@ -92,7 +92,7 @@ def pack_best_fit(lengths: Sequence[int] | Int64Array, capacity: int) -> Packs:
 
 @functools.lru_cache(maxsize=8)
 def epoch_order(seed: int, split_index: int, epoch: int, samples: int) -> Int64Array:
-    """The order of the samples in an epoch, int64 ``[samples]``."""
+    """The order of ``samples`` samples in an ``epoch``, int64 ``[samples]``, by ``seed`` and ``split_index``."""
     return np.random.default_rng([seed, split_index, epoch]).permutation(samples).astype(np.int64)
 
 
@@ -162,7 +162,7 @@ class ChatDataset:
 
 
 def places_of(length: int, seq_length: int) -> int:
-    """Places of a sample that a conversation of ``length`` tokens takes: those that have a label."""
+    """Places that a conversation of ``length`` tokens takes of ``seq_length``: those of its tokens with a label."""
     return min(length - 1, seq_length)
 
 

@@ -32,14 +32,14 @@ class LoraConfig:
     PANEL: ClassVar[str] = panels.TECHNIQUES
 
     lora_rank: int | None = option(
-        "Rank of LoRA adapters; all other weights are frozen; none: no adapters.", default=None, minimum=1
+        "Rank of LoRA adapters; other weights are frozen; none: no adapters.", default=None, minimum=1
     )
     lora_alpha: float | None = option(
         "Scale of adapters times their rank; none: twice the rank.", default=None, above=0
     )
     lora_dropout: float = option("Dropout probability of the input of adapters.", default=0.0, minimum=0, below=1)
     lora_target_modules: str = option(
-        "Adapted projections, such as q_proj,v_proj; all: linear layers of blocks.", default="all"
+        "Projections with adapters, such as q_proj,v_proj; all: every linear layer.", default="all"
     )
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -103,7 +104,7 @@ class HarnessModel:
         Raises:
             UsageError: an option is unknown, or there is no position left for a prompt.
         """
-        stops, length, sampling = read_options(options)
+        stops, length, sampling = generation_options(options)
         room = self.max_length - length
         if room < 1:
             raise UsageError(
@@ -134,7 +135,7 @@ class HarnessModel:
         return load_forward_engine(self._source, self._inference, self._world, tokens=tokens, wrap=wrap)
 
 
-def read_options(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int, Sampling]:
+def generation_options(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int, Sampling]:
     """Stop texts, maximum of new tokens and sampling of a task's ``generation_kwargs``.
 
     Raises:
@@ -182,8 +183,9 @@ def open_harness_model(load: str, batch_size: int = 8, dtype: str = "float32", d
     return HarnessModel(open_causal_model(inference, world, {}), inference, world)
 
 
+@functools.cache
 def register() -> type[Any]:
-    """Define the harness's model ``dynmo``; needs the harness."""
+    """Define the harness's model ``dynmo``, once; needs the harness."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window

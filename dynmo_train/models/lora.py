@@ -104,7 +104,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The update of the layer's output: ``x`` ``[..., I]`` to ``[..., O]``."""
-        parts = {}
+        parts: dict[str, torch.Tensor] = {}
         for name, a_rI in self.lora_A.items():
             dropped = item_dropout(x, self.dropout, self.training)
             parts[name] = self.scale * F.linear(F.linear(dropped, a_rI), self.lora_B[name])
@@ -125,7 +125,9 @@ class Adapter(nn.Module):
 
     def delta(self) -> torch.Tensor:
         """What the adapter adds to the layer's weight, ``[O, I]``."""
-        parts = {name: self.scale * (self.lora_B[name] @ a_rI) for name, a_rI in self.lora_A.items()}
+        parts: dict[str, torch.Tensor] = {
+            name: self.scale * (self.lora_B[name] @ a_rI) for name, a_rI in self.lora_A.items()
+        }
         if not self.heads:
             (delta,) = parts.values()
             return delta
@@ -245,7 +247,7 @@ def merge_adapters(module: nn.Module) -> None:
     """Add the adapters of an item to its weights, in place, and remove them."""
     for layer in module.modules():
         if isinstance(layer, PrunableLinear) and isinstance(layer.adapter, Adapter):
-            layer.weight += layer.adapter.delta().to(layer.weight.dtype)
+            layer.weight.add_(layer.adapter.delta().to(layer.weight.dtype))
             layer.adapter = None
             layer.weights_changed()
 
@@ -260,3 +262,26 @@ def stored_settings(model: Mapping[str, Any]) -> LoraSettings | None:
     if stated is None:
         return None
     return LoraSettings(rank=stated["rank"], alpha=stated["alpha"], targets=tuple(stated["targets"]))
+
+
+def compare_adapters(
+    stored: Mapping[str, Any], expected: Mapping[str, Any], *, resumes: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """What a checkpoint's model must still state, and the difference if its adapters cannot be those of a run.
+
+    Args:
+        stored: ``model`` object of the checkpoint.
+        expected: that of the run.
+        resumes: whether the run resumes training.
+    """
+    remaining = dict(expected)
+    if FIELD in stored and FIELD not in expected:
+        rank = stored[FIELD]["rank"]
+        return remaining, [
+            f"it has adapters of rank {rank}, and this run has none: give --lora-rank, or merge them with"
+            " dynmo-train export-adapter --merge"
+        ]
+    if FIELD not in stored and not resumes:
+        # Adapters start from their initial values on any model.
+        remaining.pop(FIELD, None)
+    return remaining, []

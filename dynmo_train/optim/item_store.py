@@ -18,7 +18,7 @@ partition gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,6 +172,11 @@ class ItemStore:
         """Add an item with its initial weights and no optimizer state."""
         self.register(name, self.builder.build(name))
         self._alias_ties()
+
+    def initial_values(self, item: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return initial values of some parameters of an item, such as adapters that a checkpoint does not have."""
+        initial = parameters_of(item, self.builder.build(item)) if names else {}
+        return {name: initial[name].detach() for name in names}
 
     def blueprint(self, name: str) -> nn.Module:
         """Build this process's part of an item on the meta device."""

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from dynmo_train._common.errors import UsageError
-from dynmo_train.evaluation.harness_model import before_first, read_options
 from tests.parity.test_decoder_shapes import SHAPES, models_of
 from tests.parity.test_generation import train_tokenizer
 
@@ -72,21 +70,3 @@ def test_answers_equal_those_of_the_harness_on_transformers(tmp_path, name, monk
     assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
     assert rolling == pytest.approx(expected_rolling, abs=5e-3)
     assert texts == expected_texts
-
-
-def test_options_of_a_task_are_those_of_the_harness():
-    assert read_options({})[:2] == ((), 256)
-    stops, length, sampling = read_options({"until": "\n", "max_gen_toks": 3, "do_sample": False, "temperature": 0.7})
-    assert (stops, length, sampling.temperature) == (("\n",), 3, 0.0)
-    assert read_options({"do_sample": True, "temperature": 0.7, "top_p": 0.5})[2].top_p == 0.5
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"max_gen_toks": 0}, {"until": [1]}, {"max_gen_toks": "x"}])
-def test_option_that_is_not_supported_is_refused(options):
-    with pytest.raises(UsageError, match="generation options"):
-        read_options(options)
-
-
-def test_text_ends_before_the_first_stop():
-    assert before_first("a b c", ["c", "b"]) == "a "
-    assert before_first("a b c", ["x"]) == "a b c"

@@ -157,7 +157,7 @@ def _packing(config: Config, _world_size: int) -> Iterator[Problem]:
             yield unsupported(given[0], f"is given with {technique}; remove one")
         if config.model.attention_window is not None:
             yield unsupported("--attention-window", f"is given with {technique}; remove one")
-        if data.masks_loss and technique == "--early-exit-layers":
+        if data.masks_loss and not given and technique == "--early-exit-layers":
             flag = "--sft" if data.sft else "--eod-mask-loss"
             yield unsupported(flag, f"is given with {technique}, whose exits count every token; remove one")
 

@@ -46,8 +46,7 @@ from ...formats.checkpoint import (
 )
 from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, expert_biases_of, masks_of, parameters_of, vocabulary_rows
-from ...models.lora import FIELD as LORA
-from ...models.lora import is_adapter
+from ...models.lora import compare_adapters, is_adapter
 from ...models.registry import CAUSAL, family_of_manifest
 from ...models.sharding import whole_shape
 from ...models.vocabulary_family import stored_ties
@@ -510,12 +509,10 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
     Raises:
         CheckpointError: the models differ; the message lists every difference.
     """
-    stored, expected = checkpoint.manifest["model"], family.manifest()
+    stored = checkpoint.manifest["model"]
     resumes = resumes and checkpoint.manifest.get("optimizer") is not None
-    if not resumes and LORA not in stored:
-        # Adapters start from their initial values on any model.
-        expected = {key: value for key, value in expected.items() if key != LORA}
-    differences = [
+    expected, differences = compare_adapters(stored, family.manifest(), resumes=resumes)
+    differences += [
         f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
         for key, value in expected.items()
         if stored.get(key, FORMER_VALUES.get(key)) != value
@@ -533,11 +530,6 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
             and key not in RECORDS
             and (resumes or key not in TRAINING_KEYS)
         ]
-    if LORA in stored and LORA not in expected:
-        differences.append(
-            f"it has adapters of rank {stored[LORA]['rank']}, and this run has none: give --lora-rank, or merge them"
-            " with dynmo-train export-adapter --merge"
-        )
     if differences:
         raise CheckpointError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(differences)}")
 
@@ -575,10 +567,10 @@ def state_reader(
         Item name -> state of the item, on the device of this rank.
     """
     device, topology = world.device, checkpoint.manifest["topology"]
-    # An error-feedback memory is what one rank has not sent yet: it has no meaning for ranks of another layout.
     sizes = topology["data_parallel_size"], topology["tensor_parallel_size"]
-    has_same_ranks = sizes == (world.dims.data, world.dims.tensor)
-    memories = checkpoint.names("buffer") if moments and has_same_ranks else []
+    # An error-feedback memory is what one rank has not sent yet: it has no meaning for ranks of another layout.
+    memories_fit = moments and sizes == (world.dims.data, world.dims.tensor)
+    memories = checkpoint.names("buffer") if memories_fit else []
     rank = _rank_in_stage(world)
     optimizer = checkpoint.manifest["optimizer"] if moments else None
     steps: Mapping[str, int] = (optimizer or {"steps": {}})["steps"]
@@ -586,12 +578,10 @@ def state_reader(
     def read(item: str) -> ItemState:
         module = store.blueprint(item)
         parameters = parameters_of(item, module)
-        # A run that starts from a model without adapters has their initial values.
         fresh = [name for name in parameters if is_adapter(name) and not checkpoint.has(name)]
         names = [name for name in parameters if name not in fresh]
         to_load = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
-        to_load += expert_biases_of(item, module)
-        to_load += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
+        to_load += [*expert_biases_of(item, module), *filter(checkpoint.has, (f"{n}.{REFERENCE}" for n in names))]
         stored_as = store.sharding.stored_name
         trained = {name: steps[key] for name in names if (key := checkpoint.stored_name(stored_as(name))) in steps}
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -602,9 +592,7 @@ def state_reader(
             for name in to_load
             for stored in (stored_as(name),)
         }
-        if fresh:
-            initial = parameters_of(item, store.builder.build(item))
-            tensors |= {name: initial[name].detach().to(device) for name in fresh}
+        tensors |= store.initial_values(item, fresh)
         for name in (name for name in memories if is_memory(item, name)):
             tensors[name] = checkpoint.load([name])[name][rank : rank + 1].clone().to(device)
         return ItemState(tensors=tensors, steps=trained)

@@ -74,6 +74,32 @@ def _parse_row(parse: Callable[[bytes], Any], data: bytes) -> None:
         parse(append_entry(data, "x_new", b"1"))
 
 
+CHATS = (
+    b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}], "tools": "[{}]"}\n'
+    b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"}\n'
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+
+
+def _conversation(read: Any, data: bytes) -> None:
+    """Read a conversation, and render it."""
+    from dynmo_tools.io.jsonl import parse_line
+    from dynmo_tools.tokenization.chat_template import ChatTemplate
+
+    conversation = read(parse_line(data))
+    ChatTemplate(CHAT_TEMPLATE, "t.jinja").render(conversation.messages, conversation.tools)
+
+
+def _not_conversations() -> tuple[type[Exception], ...]:
+    from dynmo_tools.io.jsonl import BadLineError
+    from dynmo_tools.tokenization.chat_template import ConversationError
+
+    return BadLineError, ConversationError
+
+
 def _compressed(ending: str) -> Callable[[Path], list[bytes]]:
     def seeds(_folder: Path) -> list[bytes]:
         if ending == "gz":
@@ -320,6 +346,12 @@ TARGETS = [
     *document_targets(P),
     bytes_target(f"{P}.io.jsonl:parse_line", filter(None, ROWS.splitlines()), call=_parse_row, errors=_bad_line()),
     bytes_target(f"{P}.io.jsonl:parse_plain_line", ROWS.splitlines(), errors=_bad_line()),
+    bytes_target(
+        f"{P}.tokenization.conversations:conversation_of",
+        CHATS.splitlines(),
+        call=_conversation,
+        errors=_not_conversations(),
+    ),
     file_target(f"{P}.io.jsonl:read_objects", lambda _: [ROWS.replace(b"\n\n", b"\n")], file="rows.jsonl"),
     file_target(f"{P}.io.jsonl:read_lines", lambda _: [ROWS], file="rows.jsonl", call=_whole_lines),
     *(

@@ -61,7 +61,7 @@ def test_flag_file_and_run_json_agree(name):
     rest = {key: given for key, given in SMALL.items() if key != name}
     by_file = resolve(flags=rest, file=parse_config_file(text, "c.toml"))
     assert by_flag == by_file
-    assert getattr(getattr(by_file, spec.concern), name) == value
+    assert getattr(by_file.concern(spec.concern), name) == value
     assert by_flag.sources[name] == "flag"
     assert by_file.sources[name] == "file"
     document = json.loads(json.dumps(config_document(by_file), allow_nan=False))

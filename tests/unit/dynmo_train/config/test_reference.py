@@ -34,6 +34,7 @@ def test_readme_table_has_every_command():
     single = ["launch local", "launch node", "launch slurm", "launch kubernetes", "launch hostfile", "launch lsf"]
     single += [
         "generate",
+        "export-adapter",
         "compare",
         "monitor",
         "measure-costs",

@@ -23,6 +23,7 @@ WITHOUT = {
         for name in ("data_impl", "sample_order", "data_cache_path")
     },
     "eval_interval": {"eval_iters": 0},
+    **{name: {"sft": True} for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")},
     "pack_to": {"balance": "online"},
     "min_throughput_fraction": {"balance": "online"},
     "balance_lockstep": {"balance": "online"},
