@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import re
@@ -23,6 +25,8 @@ from .errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, DynmoError
 from .help import CommandLine, HelpGroup
 
 LOG_EVERY_S = 5.0
+# Errors of writing to an open file, which do not have its name.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS)
 DISTRIBUTION = "dynmo-toolkit"
 
 
@@ -279,9 +283,11 @@ def run_app(app: typer.Typer, prog: str) -> NoReturn:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives until the process ends
         sys.exit(EXIT_FAILURE)
     except OSError as error:
-        # Of a disk or a folder, whoever used it. Without a file name it is one of a socket or a process.
-        if os.environ.get("DYNMO_TRACEBACK") == "1" or not isinstance(error.filename, str):
+        # Of a disk or a folder, whoever used it. Others without a file name are those of a socket or a process.
+        place = error.filename if isinstance(error.filename, str) else "a file" if error.errno in DISK_ERRORS else None
+        if os.environ.get("DYNMO_TRACEBACK") == "1" or place is None:
             raise
-        print_message(f"{prog}: error: {error.filename}: {error.strerror}")
+        with contextlib.suppress(OSError):  # the messages may lie on that disk, too
+            print_message(f"{prog}: error: {place}: {error.strerror}")
         sys.exit(EXIT_FAILURE)
     sys.exit(0)

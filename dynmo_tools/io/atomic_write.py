@@ -20,11 +20,26 @@ def sweep_temporaries(path: Path) -> None:
     """Remove temporary files of ``path`` that killed processes left; their names end with the process id."""
     for path_ in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
         with contextlib.suppress(ValueError, PermissionError):  # a foreign name, another user's process
-            try:
-                # Signal 0 sends nothing; it only checks that the process exists.
-                os.kill(int(path_.name.rpartition("-")[2]), 0)
-            except ProcessLookupError:
+            if not _runs(int(path_.name.rpartition("-")[2])):
                 path_.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that its parent has not waited for does not.
+
+    Raises:
+        PermissionError: the process is another user's.
+    """
+    try:
+        # Signal 0 sends nothing; it only checks that the process exists.
+        os.kill(pid, 0)
+        # proc(5): the state follows the name, which may have spaces.
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:  # no /proc
+        return True
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def refuse_existing(paths: Iterable[Path]) -> None:

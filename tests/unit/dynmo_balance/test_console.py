@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,6 +68,24 @@ def test_error_of_a_file_is_one_message_with_its_name(monkeypatch, capfd, tmp_pa
     out, err = capfd.readouterr()
     assert out == ""
     assert err == f"dynmo-plan: error: {tmp_path}/absent/.plan.json.tmp-{os.getpid()}: No such file or directory\n"
+
+
+def test_full_disk_of_an_open_file_is_one_message(monkeypatch, capfd):
+    def write():
+        with open("/dev/full", "w") as file:
+            file.write("x")
+
+    assert run(monkeypatch, write) == 1
+    assert capfd.readouterr() == ("", "dynmo-plan: error: a file: No space left on device\n")
+
+
+def test_full_disk_of_the_messages_ends_with_an_error():
+    code = "import sys; from dynmo_balance._common.console import run_app; import typer, errno; app = typer.Typer()\n"
+    code += "@app.command()\ndef write():\n    raise OSError(errno.ENOSPC, 'No space left on device')\n"
+    code += "run_app(app, 'dynmo-plan')"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", code], stderr=full, stdout=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout) == (1, b"")
 
 
 def test_error_without_a_file_keeps_its_traceback(monkeypatch):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
 from dynmo_tools._common.errors import DynmoError
-from dynmo_tools.io.atomic_write import open_atomic
+from dynmo_tools.io.atomic_write import open_atomic, sweep_temporaries
 from dynmo_tools.tokenization.indexed_ops import _new_dataset
 
 
@@ -52,3 +54,16 @@ def test_new_dataset_on_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
     ):
         raise full
     assert list(tmp_path.iterdir()) == []
+
+
+def test_temporary_files_of_ended_processes_are_removed(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # has ended, and is not waited for
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for pid in (ended.pid, gone.pid, os.getpid()):
+        (tmp_path / f".out.bin.tmp-{pid}").touch()
+    (tmp_path / ".out.bin.tmp-other").touch()
+    sweep_temporaries(tmp_path / "out.bin")
+    ended.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {f".out.bin.tmp-{os.getpid()}", ".out.bin.tmp-other"}
