@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from dynmo_train.parallel.process_groups import destroy_world
 from tests.parity.test_decoder_shapes import SHAPES, models_of
 from tests.parity.test_generation import train_tokenizer
 
-NAMES = ("Llama", "Mistral", "Mixtral", "Qwen3", "Gemma", "Olmo2", "Phi3", "yarn")
+NAMES = ("Llama", "Mistral", "Mixtral", "Qwen3", "Gemma", "Olmo2", "yarn")
 TEXT = "the cat sat on the mat and the dog sat on the log. "
 # No context is another one with its continuation but the last token: the harness shares their logits, and then reads
 # those of the wrong tokens.
@@ -66,6 +67,7 @@ def test_answers_equal_those_of_the_harness_on_transformers(tmp_path, name, monk
     mine = harness_model.register()(load=str(tmp_path / "native"), batch_size=2)
     reference = hflm(pretrained=theirs.eval(), tokenizer=fast, batch_size=2, max_length=mine.model.max_length)
     (found, rolling, texts), (expected, expected_rolling, expected_texts) = answers(mine), answers(reference)
+    destroy_world()
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=2e-3)
     assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
     assert rolling == pytest.approx(expected_rolling, abs=5e-3)

@@ -235,7 +235,13 @@ def test_stop_text_across_tokens_is_found_and_removed(stop, text, tokens):
 
 @pytest.mark.parametrize(
     ("stops", "text"),
-    [(("there", " he"), " ab"), (("zz", "ab he t"), " "), (("e t", "b h"), " a"), (("zz", "y"), None)],
+    [
+        (("there", " he"), " ab"),
+        (("zz", "ab he t"), " "),
+        (("e t", "b h"), " a"),
+        (("re", "there"), " ab he "),
+        (("zz", "y"), None),
+    ],
 )
 def test_first_of_several_stop_texts_ends_the_continuation(stops, text):
     new, prompt = [3, 0, 1, 2], (4,)
