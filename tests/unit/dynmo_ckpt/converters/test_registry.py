@@ -14,7 +14,8 @@ def test_get_format_builtin_has_its_name_and_known_fields(name):
     found = get_format(name)
     assert isinstance(found, CheckpointFormat)
     assert found.name == name
-    assert found.read is not None
+    assert found.read is not None or name == "gguf"
+    assert found.write is not None or name == "llama2c"
     assert all(hasattr(WriteOptions(), field) for field in found.topology)
 
 
@@ -27,7 +28,7 @@ def test_get_format_unknown_name_is_shortened_and_names_the_choices():
 def test_detect_empty_directory_names_every_marker(tmp_path):
     with pytest.raises(CorruptError) as error:
         detect(tmp_path)
-    assert all(get_format(name).marker in str(error.value) for name in BUILTIN)
+    assert all(get_format(name).marker in str(error.value) for name in BUILTIN if get_format(name).read is not None)
 
 
 def test_open_checkpoint_step_of_a_format_without_steps_is_refused(tmp_path):
