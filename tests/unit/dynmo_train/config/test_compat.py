@@ -163,7 +163,7 @@ REFUSED = {
     " --recompute",
     "evaluation": "--task WIKITEXT103 --valid-data text",
     "launcher": "--nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 6000",
-    "shape": "--rotary-interleaved --quick-geglu --apply-layernorm-1p",
+    "shape": "--quick-geglu --apply-layernorm-1p",
     "offloading": "--checkpoint-in-cpu",
 }
 
