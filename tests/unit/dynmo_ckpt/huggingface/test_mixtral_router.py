@@ -41,7 +41,7 @@ def test_another_router_is_refused(router, field):
     model = MODEL | MoeShape(num_experts=4, router=RouterShape(**router)).manifest()
     with pytest.raises(UnsupportedError, match=field):
         architecture_of_model(model)
-    # What the reference model computes is more than a Mixtral.
+    # What the reference model computes is more than a Mixtral: the routers of DeepSeek, too.
     assert unsupported_reason(model) == ""
 
 
