@@ -155,7 +155,6 @@ def test_key_table_every_key_that_is_read_is_mapped(kind):
         ("t5", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
         ("t5", {"is_gated_act": True}, "is_gated_act = True"),
         ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer"),
-        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"], **SIZES}, "layer_types"),
         ("llama", {"rope_scaling": {"full_attention": {"rope_theta": 5.0}}}, "full_attention"),
         ("llama", {"rope_parameters": {**LLAMA3, "attention_factor": 2.0}}, "attention_factor"),
         ("llama", {"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}}, "different rope_theta"),
