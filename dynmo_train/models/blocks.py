@@ -283,7 +283,7 @@ class SelfAttention(nn.Module):
         return self.softcap is not None or self.sinks is not None
 
     def has_kernel(self, q_BHTK: torch.Tensor) -> bool:
-        """Whether sequences of variable length have a kernel for these queries, ``[B, H, T, K]``."""
+        """Whether sequences of variable length have a kernel for the queries ``q_BHTK`` ``[B, H, T, K]``."""
         return not self.is_eager and has_kernel(q_BHTK, self.attention_dropout if self.training else 0.0)
 
     def _eager(

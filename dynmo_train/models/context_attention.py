@@ -29,7 +29,7 @@ class CausalAttention(Protocol):
     sinks: torch.Tensor | None
 
     def has_kernel(self, q_BHTK: torch.Tensor) -> bool:
-        """Whether sequences of variable length have a kernel for ``q_BHTK``."""
+        """Whether sequences of variable length have a kernel for ``q_BHTK`` ``[B, H, T, K]``."""
 
     def weighted_values(
         self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool

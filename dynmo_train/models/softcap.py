@@ -14,7 +14,7 @@ def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 
 def soft_cap_(x: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """:func:`soft_cap` in place, without gradient; returns ``x``."""
+    """:func:`soft_cap` of ``x`` ``[...]`` with the cap ``cap`` in place, without gradient; returns ``x``."""
     return x if cap is None else x.div_(cap).tanh_().mul_(cap)
 
 

@@ -180,7 +180,6 @@ def test_key_table_every_key_that_is_read_is_mapped(kind):
         ("t5", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
         ("t5", {"is_gated_act": True}, "is_gated_act = True"),
         ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer"),
-        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("llama", {"rope_scaling": {"full_attention": {"rope_theta": 5.0}}}, "full_attention"),
         ("llama", {"rope_parameters": {**LLAMA3, "attention_factor": 2.0}}, "attention_factor"),
         ("llama", {"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}}, "different rope_theta"),
@@ -199,9 +198,9 @@ def test_open_hf_unsupported_setting_is_refused(tmp_path, kind, changes, message
 def test_hf_model_absent_keys_have_defaults_of_transformers():
     """A Mistral without the key has a window of 4,096 tokens; a Llama 3 without its own has the model's positions."""
     assert hf_model({"model_type": "mistral"}, 8)["sliding_window"] == 4096
-    # It covers all positions, or no layer has one.
+    # It covers all positions; Mistral's transformers do not read layer_types.
     assert "sliding_window" not in hf_model({"model_type": "mistral", "max_position_embeddings": 4096}, 8)
-    assert "sliding_window" not in hf_model({"model_type": "mistral", "layer_types": ["full_attention"] * 32}, 8)
+    assert hf_model({"model_type": "mistral", "layer_types": ["full_attention"] * 32}, 8)["sliding_window"] == 4096
     model = hf_model({"model_type": "llama", "rope_parameters": LLAMA3, **SIZES}, 8)
     assert model["rotary_scaling"]["original_max_position_embeddings"] == 64
     assert hf_model({"model_type": "mixtral"}, 8)["num_key_value_heads"] == 8
