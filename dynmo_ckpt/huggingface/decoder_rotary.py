@@ -79,7 +79,17 @@ def rotary_fields(config: Config, positions: int, rules: RotaryRules) -> dict[st
 
 
 def local_rotary_fields(config: Config, positions: int, rules: RotaryRules) -> dict[str, Any]:
-    """As :func:`rotary_fields`, of a Gemma 3, which has other parameters in sliding layers."""
+    """As :func:`rotary_fields`, of a Gemma 3, which has other parameters in sliding layers.
+
+    Args:
+        config: a configuration with the defaults of transformers.
+        positions: its number of positions.
+        rules: of the architecture.
+
+    Raises:
+        CorruptError: an invalid or contradictory value.
+        UnsupportedError: a scaling that the architecture or DynMo does not implement.
+    """
     stated = config["rope_parameters"] or {}
     if not isinstance(stated, dict) or stated.keys() - {FULL, SLIDING}:
         raise UnsupportedError(
@@ -127,7 +137,16 @@ def rotary_config(own: Mapping[str, Any], model: Config, rules: RotaryRules) -> 
 
 
 def local_rotary_config(own: Mapping[str, Any], model: Config, rules: RotaryRules) -> dict[str, Any]:
-    """As :func:`rotary_config`, of a Gemma 3."""
+    """As :func:`rotary_config`, of a Gemma 3.
+
+    Args:
+        own: the fields of the model, with defaults.
+        model: the ``model`` of a manifest.
+        rules: of the architecture.
+
+    Raises:
+        UnsupportedError: the architecture has no such scaling.
+    """
     config = rotary_config(own, model, rules)
     full, base = config["rope_parameters"], own["local_rotary_base"]
     local = full if base is None else {"rope_type": "default", "rope_theta": float(base)}
