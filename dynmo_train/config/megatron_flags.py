@@ -152,9 +152,8 @@ _REFUSED: Mapping[str, str] = {
     "multi-token prediction is not supported: leave it out": """
         --mtp-standalone --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern/1
     """,
-    "YaRN has no flags of its own here: use --rotary-scaling with a JSON object of type yarn": """
-        --yarn-original-max-position-embeddings/1 --yarn-beta-fast/1 --yarn-beta-slow/1
-        --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int
+    "use --rotary-scaling with truncate true, its default": """
+        --yarn-correction-range-round-to-int
     """,
     "layers of Mamba are not supported: leave it out": """
         --spec/* --hybrid-layer-pattern/1 --hybrid-override-pattern/1 --is-hybrid-model --mamba-state-dim/1
@@ -293,8 +292,8 @@ _REFUSED: Mapping[str, str] = {
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-no-include-special-tokens
         --null-tokenizer-eod-id/1
     """,
-    "fine-tuning is a command of its own: use dynmo-train finetune": """
-        --sft --sft-tokenizer-prompt-format/1 --chat-template/1
+    "conversations are written by dynmo-prep binarize-chat --chat-template, and trained with --sft": """
+        --sft-tokenizer-prompt-format/1 --chat-template/1
     """,
     "embeddings of BERT are not written: leave it out": "--output-bert-embeddings --bert-embedder-type/1",
     "not supported: use --config with a TOML file": "--yaml-cfg/1",

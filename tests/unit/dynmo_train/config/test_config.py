@@ -29,7 +29,7 @@ def other_value(spec):
         return {"split": "8,1,1", "freeze_schedule": "10:1,20:2"}.get(spec.name, f"some-{spec.name}")
     if spec.kind is int:
         return min(7, spec.declaration.maximum or 7)
-    return 0.5
+    return 2.5 if spec.name == "rotary_scaling_factor" else 0.5
 
 
 def received_flags(arguments):

@@ -19,21 +19,17 @@ FOLDER = Path(__file__).parent / "megatron"
 SCRIPTS = tomllib.loads((FOLDER / "scripts.toml").read_text())
 COMMANDS = typer.main.get_command(app).commands["pretrain"].commands
 # Flags that the scripts need and this package refuses; all others are translated or have no effect.
-MLA = [
-    *("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim"),
-    *("--v-head-dim", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim"),
-]
 TOKENS = ["--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"]
 REFUSED = {
     "gpt3-175b": ["--step-batch-size-schedule"],
     "deepseek-v3": [
-        *MLA,
-        *("--moe-layer-freq", "--moe-ffn-hidden-size", "--moe-router-force-load-balancing", "--mtp-num-layers"),
-        *("--mtp-loss-scaling-factor", "--megatron-fsdp-grad-comm-dtype", "--megatron-fsdp-main-grads-dtype"),
+        "--moe-router-force-load-balancing",
+        "--megatron-fsdp-grad-comm-dtype",
+        "--megatron-fsdp-main-grads-dtype",
     ],
     "gpt-oss": [
         *("--quick-geglu", "--glu-linear-offset", "--softmax-type", "--window-attn-skip-freq", "--window-size"),
-        *("--activation-func-clamp-value", "--enable-gpt-oss", "--moe-ffn-hidden-size"),
+        *("--activation-func-clamp-value", "--enable-gpt-oss"),
     ],
     "deepspeed-moe": [*TOKENS, "--moe-eval-capacity-factor", "--moe-min-capacity"],
     "deepspeed-zero-bubble": TOKENS,

@@ -24,6 +24,19 @@ EXPERTS = {"num_experts": 4}
 BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 CASES = {
+    "latent groups": (
+        {"family": "llama", "multi_latent_attention": True, "num_query_groups": 1},
+        "--num-query-groups",
+    ),
+    "latent soft caps": (
+        {"family": "llama", "multi_latent_attention": True, "attn_logit_softcapping": 50.0, "attention_dropout": 0.0},
+        "--attn-logit-softcapping",
+    ),
+    "further predictions of learned positions": ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+    "further predictions of layers that differ": (
+        {"family": "llama", "mtp_num_layers": 1, "attention_window": 4, "layer_types": "sliding,full"},
+        "--mtp-num-layers",
+    ),
     "copies of shards": ({"peer_checkpoint_interval": 5, "zero_stage": 1, **REPLICAS}, "--peer-checkpoint-interval"),
     "copies of memories": (
         {"peer_checkpoint_interval": 5, "grad_comp": True, **REPLICAS},

@@ -17,6 +17,7 @@ WITHOUT = {
     "rope_scaling_factor": {"family": "llama"},
     "relative_attention_num_buckets": {"family": "t5"},
     "relative_attention_max_distance": {"family": "t5"},
+    "kv_channels": {"family": "llama", "multi_latent_attention": True},
     "split": {"data_path": None, "train_data_path": "a", "valid_data_path": "b"},
     **{
         name: {"data_path": None, "hf_dataset": "a", "tokenizer_model": "t", "eval_iters": 0}
