@@ -191,7 +191,7 @@ def register() -> type[Any]:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     @register_model("dynmo")
-    class DynmoModel(TemplateLM):
+    class DynmoModel(TemplateLM):  # type: ignore[misc] # the types of the harness are not read
         """``--model dynmo --model_args load=RUN,dtype=float32``."""
 
         def __init__(
