@@ -12,6 +12,7 @@ device or depends on data stays outside::
     item after an early exit      on_tokens of attention and MLP             selection of tokens, exit
     experts                       each expert, shared experts                router, rows, exchange
     head, pooler                  features, embed, logits                    loss, in chunks of tokens
+    depth of further prediction   its attention, MLP and head                norms, projection, loss
     shard of the vocabulary       -                                          lookup, a few large products
 
 Items of one kind and shape share their graphs, so that a move compiles nothing on a rank that has had that kind.
@@ -43,6 +44,7 @@ from .ict import Pooler, TowerEmbedding
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
 from .moe import MoeMlp
+from .multi_token import PredictionLayer
 from .norms import RmsNorm
 from .vocabulary_shards import FinalNorm, SummedEmbedding
 
@@ -143,6 +145,9 @@ def _parts(module: nn.Module, dim: int | None) -> Iterator[Region]:
     elif isinstance(module, Head):
         # Heads may select tokens first, whose number differs by step.
         yield Region(module, "features", TOKENS_DIM)
+    elif isinstance(module, PredictionLayer):
+        for part in (module.attention, module.mlp, module.head):
+            yield from compiled_regions(part)
     elif isinstance(module, Pooler):
         yield Region(module, "embed")
     elif isinstance(module, BertTaskHead):

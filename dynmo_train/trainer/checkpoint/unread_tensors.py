@@ -6,6 +6,8 @@ run would compute something else without a message.
 
 from __future__ import annotations
 
+import torch
+
 from ..._common.document import short_repr
 from ...formats.checkpoint import Checkpoint, CheckpointError
 from ...models.layer_list import expert_biases_of, parameters_of
@@ -30,9 +32,10 @@ def check_all_weights_are_read(checkpoint: Checkpoint, store: ItemStore) -> None
     """
     expected = set()
     for item in store.family.items:
-        module = store.blueprint(item.name)
-        for name in (*parameters_of(item.name, module), *expert_biases_of(item.name, module)):
-            expected.add(checkpoint.stored_name(store.sharding.stored_name(name)))
+        # Ranks that share experts have some of an item's; others are of the whole item.
+        for module in (store.blueprint(item.name), store.family.build(item.name, torch.device("meta"))):
+            for name in (*parameters_of(item.name, module), *expert_biases_of(item.name, module)):
+                expected.add(checkpoint.stored_name(store.sharding.stored_name(name)))
     memories = tuple(f".{kind}" for kind in MEMORIES)
     stored = checkpoint.names("parameter", "buffer")
     stored = [name for name in stored if not (".memory." in name and name.endswith(memories))]
