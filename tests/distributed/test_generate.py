@@ -50,7 +50,7 @@ def write(folder, pipeline, tensor, batch, temperature, recompute):
         num_samples=2 if temperature else 1,
         batch_size=batch,
         recompute=recompute,
-        stop="w11",
+        stops=("w11",),
     )
     with evaluation_world(place, GenerateConfig(), int(os.environ["WORLD_SIZE"])) as world:
         return [each.to_document() for each in TextGenerator(place, settings, world, {}).generate(PROMPTS)]
