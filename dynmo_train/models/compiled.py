@@ -116,6 +116,9 @@ def compiled_regions(module: nn.Module) -> Iterator[Region]:
         for child in module.modules():
             if isinstance(child, Exit):
                 yield from _parts(child.head, TOKENS_DIM)
+    elif isinstance(module, PredictionLayer):
+        for part in (module.attention, module.mlp, module.head):
+            yield from compiled_regions(part)
     # Not ``isinstance``: a subclass may have shapes that depend on the data.
     elif type(module) in BLOCKS and not _is_hashed(module):
         yield Region(module, "forward")
@@ -145,9 +148,6 @@ def _parts(module: nn.Module, dim: int | None) -> Iterator[Region]:
     elif isinstance(module, Head):
         # Heads may select tokens first, whose number differs by step.
         yield Region(module, "features", TOKENS_DIM)
-    elif isinstance(module, PredictionLayer):
-        for part in (module.attention, module.mlp, module.head):
-            yield from compiled_regions(part)
     elif isinstance(module, Pooler):
         yield Region(module, "embed")
     elif isinstance(module, BertTaskHead):
