@@ -144,7 +144,7 @@ def test_training_script_starts_the_published_configuration(place, name):
     began, arguments = split_launch(command)
     assert began == [*launcher]
     config = config_from(arguments, world, 30522 if "bert" in name or "t5" in name else 50257)
-    values = {spec.name: getattr(getattr(config, spec.concern), spec.name) for spec in option_specs().values()}
+    values = {spec.name: getattr(config.concern(spec.concern), spec.name) for spec in option_specs().values()}
     assert {key: values[key] for key in expected} == expected
     # Arguments of the user override those of the script.
     script(name, *words, "--data-path", "other", "--seed", "7")

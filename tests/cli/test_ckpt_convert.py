@@ -40,7 +40,7 @@ def test_convert_hf_to_hf_is_byte_identical(ckpt, native, tmp_path):
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
-        ({"model_type": "phi3"}, 5, "model_type 'phi3': must be one of gpt2"),
+        ({"model_type": "falcon"}, 5, "model_type 'falcon': must be one of gpt2"),
         ({"scale_attn_by_inverse_layer_idx": True}, 5, "scale_attn_by_inverse_layer_idx"),
         ({"activation_function": "swish"}, 5, "'swish'"),
         ({"n_head": 0}, 4, "n_head must be a positive integer"),

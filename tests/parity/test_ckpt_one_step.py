@@ -86,8 +86,13 @@ def load_safetensors(path):
     return load_file(path).items()
 
 
-@pytest.mark.parametrize("target", [name for name in BUILTIN if get_format(name).write])
-@pytest.mark.parametrize("source", SOURCES)
+# GGUF files are only written: their own tests compare them with what other programs read.
+TARGETS = [name for name in BUILTIN if get_format(name).write and name != "gguf"]
+# The deepspeed source is a GPT, for which torchtitan has no names.
+PAIRS = [(source, target) for source in SOURCES for target in TARGETS if (source, target) != ("deepspeed", "titan")]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_convert_any_to_any_keeps_all_tensors(inputs, tmp_path, source, target):
     path = inputs / source / "model.bin" if source == "llama2c" else inputs / source
     config = inputs / "hf" if source in ("dcp of transformers", "torchtitan") else None
@@ -110,7 +115,7 @@ def test_convert_any_to_any_keeps_all_tensors(inputs, tmp_path, source, target):
 
 def test_convert_inputs_cover_every_readable_format():
     """A format that is added to ``--from`` is added here."""
-    kinds = {"dcp": {"core", "dcp of transformers", "torchtitan"}, "hf": {"hf", "hf bin"}}
+    kinds = {"dcp": {"core", "dcp of transformers"}, "titan": {"torchtitan"}, "hf": {"hf", "hf bin"}, "gguf": set()}
     listed = {name for known in BUILTIN for name in kinds.get(known, {known})}
     assert listed == set(SOURCES)
 
