@@ -72,14 +72,15 @@ EXITS = [
     ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.05, measure="classifier"),
 ]
 PLAIN = {"prune": False, "freeze": ()}
+WITH_EXPERTS = [model for model in SAMPLES if "mixtral" in model or model in ("sinks", "deepseek")]
 
 
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(Scenario(model=model, **PLAIN) for model in ("gpt", *SAMPLES) if "mixtral" not in model),
+        *(Scenario(model=model, **PLAIN) for model in ("gpt", *SAMPLES) if model not in WITH_EXPERTS),
         # In float32 the experts run one by one, on numbers of rows that the host has to know.
-        *(Scenario(model=model, precision="bf16", **PLAIN) for model in SAMPLES if "mixtral" in model),
+        *(Scenario(model=model, precision="bf16", **PLAIN) for model in WITH_EXPERTS),
         # Padding in half precision is sequences of variable length.
         *(Scenario(model=model, precision="bf16", dropout=0.0, **PLAIN) for model in ("bert", "ict", "t5")),
         Scenario(precision="bf16", **PLAIN),
