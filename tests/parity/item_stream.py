@@ -8,6 +8,7 @@ from torch import nn
 from dynmo_train.models.layer_list import ModelFamily, output_of, parameters_of
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
+OF_LOGITS = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def build_all(family: ModelFamily, seed: int = 0) -> dict[str, nn.Module]:

@@ -16,7 +16,7 @@ from dynmo_train.models.kv_cache import DecodingCache
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.moe import MoeShape, route
 from dynmo_train.models.router import RouterShape
-from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
+from tests.parity.item_stream import OF_LOGITS, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 
 TRAINED = 24
 LLAMA = LlamaShape(
@@ -273,7 +273,7 @@ def test_logits_loss_and_gradients_equal_transformers(name):
     logits = modules["head"].logits(values["before.hidden"])
     expected = theirs(ids).logits
     assert expected.std() > 0.3
-    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    torch.testing.assert_close(logits, expected, **OF_LOGITS)
     their_loss = F.cross_entropy(expected.reshape(-1, shape.vocab_size), labels.reshape(-1))
     torch.testing.assert_close(values["loss"], their_loss, rtol=0, atol=1e-5)
     values["loss"].backward()
@@ -291,9 +291,9 @@ def test_decoding_logits_equal_whole_sequence(name):
     with torch.no_grad():
         expected = theirs.eval()(tokens).logits
     cache = DecodingCache()
-    torch.testing.assert_close(decoder.read(tokens[:, :5], cache), expected[:, 4], **TOLERANCE)
+    torch.testing.assert_close(decoder.read(tokens[:, :5], cache), expected[:, 4], **OF_LOGITS)
     for at in range(5, 12):
-        torch.testing.assert_close(decoder.read(tokens[:, at : at + 1], cache), expected[:, at], **TOLERANCE)
+        torch.testing.assert_close(decoder.read(tokens[:, at : at + 1], cache), expected[:, at], **OF_LOGITS)
 
 
 @pytest.mark.parametrize("name", SHAPES)
