@@ -297,23 +297,31 @@ def run_graphed(words: list[str]) -> tuple[int, str]:
     return run_command([*words, "--cuda-graph"])
 
 
-def _partition(planner: ScriptedPlanner, seed: int, num_fewer: int = 0) -> list[list[str]]:
+def _partition(planner: ScriptedPlanner, run: Run, seed: int, num_fewer: int = 0) -> list[list[str]]:
     """A random partition of the layers over the stages of the active plan; a stage may be empty."""
     chance, items = random.Random(seed), planner.items()
     stages = len(planner.active()["stages"]) - num_fewer
-    cuts = sorted(chance.randint(1, len(items) - 1) for _ in range(stages - 1))
+    allowed = range(1, len(items))
+    if run.options["granularity"] == "layer":
+        allowed = [at for at in allowed if _layer_of(items[at]) != _layer_of(items[at - 1])]
+    cuts = sorted(chance.choice(allowed) for _ in range(stages - 1))
     return [items[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(items)])]
+
+
+def _layer_of(item: str) -> str:
+    """``layers.3`` of ``layers.3.mlp``; other items are layers by themselves."""
+    return item.rpartition(".")[0] if "layers." in item else item
 
 
 def _answer(planner: ScriptedPlanner, run: Run) -> None:
     """The answer at the boundary at which the trainer waits."""
     _, step = planner.pending() or (0, 0)
     if step in run.changes:
-        planner.answer(_partition(planner, run.changes[step]))
+        planner.answer(_partition(planner, run, run.changes[step]))
     elif run.release is not None and step == run.release[0]:
         leaving = run.options["pipeline_model_parallel_size"] - 1
         lost = sum(stage["worker"] == leaving for stage in planner.active()["stages"])
-        planner.answer(_partition(planner, run.release[1], lost), released=[leaving])
+        planner.answer(_partition(planner, run, run.release[1], lost), released=[leaving])
     else:
         planner.answer()
 
