@@ -393,5 +393,5 @@ def read_parquet(part: Slice) -> Iterator[Row]:
                 for value in batch.to_pylist():
                     number += 1
                     yield Row(number, 0, json.dumps(value, ensure_ascii=False, default=str).encode(), value)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # also texts that are not UTF-8
         raise DynmoError(f"{part.path}: damaged, or not a parquet file, after row {number}: {error}") from error
