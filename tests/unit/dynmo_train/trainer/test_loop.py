@@ -100,4 +100,4 @@ def test_worker_of_the_loader_ends_with_a_killed_trainer(tmp_path):
     worker = int((tmp_path / "pid").read_text())
     process.kill()
     process.wait(60)
-    wait_for_exit(worker)
+    wait_for_exit(worker, seconds=30)
