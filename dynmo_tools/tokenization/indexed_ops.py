@@ -74,8 +74,11 @@ def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]
                 os.fsync(handle.fileno())
         for path in targets[1:]:
             path.unlink(missing_ok=True)  # new tokens must not have an old index or sidecar
+        if not temporary[1].stat().st_size:
+            temporary[1].unlink()
+        # The index is the last one: a process that is killed before it leaves no output, and after it nothing else.
         for source, target in zip(temporary, targets, strict=True):
-            if source is not temporary[1] or source.stat().st_size:
+            if source.exists():
                 os.replace(source, target)
         sync_directory(targets[0].parent)
     except OSError as error:

@@ -67,3 +67,18 @@ def test_temporary_files_of_ended_processes_are_removed(tmp_path):
     sweep_temporaries(tmp_path / "out.bin")
     ended.wait()
     assert {path.name for path in tmp_path.iterdir()} == {f".out.bin.tmp-{os.getpid()}", ".out.bin.tmp-other"}
+
+
+def test_empty_sidecar_is_gone_before_the_index_has_its_name(tmp_path, monkeypatch):
+    replace, found = os.replace, []
+
+    def recorded(source, target):
+        replace(source, target)
+        found.append(sorted(path.name for path in tmp_path.iterdir() if ".dataset.json" in path.name))
+
+    monkeypatch.setattr(os, "replace", recorded)
+    with _new_dataset(tmp_path / "data") as (tokens, _, index):
+        tokens.write(b"x")
+        index.write(b"x")
+    assert found == [[], []]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx"]
