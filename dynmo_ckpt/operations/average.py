@@ -22,6 +22,7 @@ from ..formats.choices import AUTO, ReadOptions, WriteOptions
 from ..io.directory import check_target
 from ..io.errors import UnsupportedError, short_names
 from ..io.reading import SourceFiles, Words
+from ..maps.decoder_fields import decoder_fields
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.computed import bits_of, computed_tensor, floats_of
 from ..tensors.equality import equal_bytes
@@ -33,6 +34,7 @@ from .write import WriteSettings, write_export
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Computed by the conversion, or of no meaning for the model.
 NOT_COMPARED = ("padded_vocab_size",)
+DECODERS = ("gpt", "llama")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ def shares_of(count: int, weights: Sequence[float] | None, decay: float | None) 
         return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - at) for at in range(1, count)))
     listed = [1.0] * count if weights is None else list(weights)
     if len(listed) != count:
-        raise UsageError(f"--weights: has {len(listed)} numbers for {count} checkpoints; give one for each")
+        raise UsageError(f"--weights: has {len(listed)} of {count} weights; give one for each checkpoint")
     if not all(math.isfinite(weight) and weight >= 0 for weight in listed) or not 0 < sum(listed) < math.inf:
         raise UsageError("--weights: must be finite numbers, at least 0, with a sum above 0")
     return tuple(weight / sum(listed) for weight in listed)
@@ -194,4 +196,10 @@ def _check_same(one: NativeCheckpoint, other: NativeCheckpoint) -> None:
 
 
 def _compared(model: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in model.items() if key not in NOT_COMPARED}
+    """What a model is, whatever its manifest leaves to the defaults of its family: a GPT may be a Llama by fields."""
+    fields = {key: value for key, value in model.items() if key not in NOT_COMPARED}
+    if model["family"] not in DECODERS:
+        return fields
+    heads = model["num_attention_heads"]
+    sizes = {"num_key_value_heads": heads, "head_dim": model["hidden_size"] // heads}
+    return {**sizes, **decoder_fields(model), **fields, "family": "decoder"}

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from dynmo_ckpt.operations.average import _compared
 from tests.unit.dynmo_ckpt import native_checkpoints
 from tests.unit.dynmo_ckpt.small_llama import small_llama
 
@@ -102,6 +103,16 @@ def test_average_has_masks_and_no_optimizer_state(tmp_path, ckpt):
     result = ckpt("diff", tmp_path / "a", tmp_path / "out", "--format", "json", code=1)
     names = {each["name"] for each in json.loads(result.stdout)["differences"]}
     assert names == set(p)
+
+
+def test_model_is_compared_by_what_it_computes_not_by_its_family():
+    sizes = {"num_attention_heads": 4, "hidden_size": 32, "activation": "swiglu", "padded_vocab_size": 128}
+    llama = {**sizes, "family": "llama", "padded_vocab_size": 99, "num_key_value_heads": 4, "head_dim": 8}
+    fields = {"normalization": "rmsnorm", "attention_bias": "none", "mlp_bias": False, "position_embedding": "rotary"}
+    assert _compared({**sizes, "family": "gpt", **fields}) == _compared(llama)
+    assert _compared({**sizes, "family": "gpt", **fields, "qk_norm": "head"}) != _compared(llama)
+    assert _compared({**sizes, "family": "gpt"}) != _compared(llama)
+    assert _compared({**sizes, "family": "bert"}) != _compared({**sizes, "family": "gpt"})
 
 
 def changed_model(directory, **changes):
