@@ -125,7 +125,7 @@ def shares_of(count: int, weights: Sequence[float] | None, decay: float | None) 
         return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - at) for at in range(1, count)))
     listed = [1.0] * count if weights is None else list(weights)
     if len(listed) != count:
-        raise UsageError(f"--weights: has {len(listed)} of {count} weights; give one for each checkpoint")
+        raise UsageError(f"--weights: must have one number for each of {count} checkpoints; has {len(listed)}")
     if not all(math.isfinite(weight) and weight >= 0 for weight in listed) or not 0 < sum(listed) < math.inf:
         raise UsageError("--weights: must be finite numbers, at least 0, with a sum above 0")
     return tuple(weight / sum(listed) for weight in listed)
