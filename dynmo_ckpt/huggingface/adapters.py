@@ -28,12 +28,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .._common.document import parse_any_json, short_repr
+from .._common.document import short_repr
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
-from ..io.files import read_file
 from ..tensors.computed import computed_tensor
 from ..tensors.views import Tensor
-from .files import safetensors_tensors, torch_tensors
+from .files import json_object, safetensors_tensors, torch_tensors
 from .merge_rows import AddedBias, MergedColumns, MergedRows, ReplacedRows
 
 CONFIG = "adapter_config.json"
@@ -90,12 +89,7 @@ def read_adapter(directory: Path, ignored: Sequence[str] = ()) -> Adapter:
         UnsafePickleError: ``adapter_model.bin`` refers to more than plain data.
     """
     path = directory / CONFIG
-    try:
-        config = parse_any_json(read_file(path))
-    except ValueError as error:
-        raise CorruptError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise CorruptError(f"{path}: must be a JSON object")
+    config = json_object(path)
     _check_config(path, config, ignored)
     for name, read in (("adapter_model.safetensors", safetensors_tensors), ("adapter_model.bin", torch_tensors)):
         if (directory / name).exists():

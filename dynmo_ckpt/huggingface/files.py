@@ -42,7 +42,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         CorruptError: the file is missing, or not a JSON object.
     """
-    return _object(directory / "config.json")
+    return json_object(directory / "config.json")
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
@@ -52,10 +52,15 @@ def read_generation_config(directory: Path) -> dict[str, Any] | None:
         CorruptError: the file is not a JSON object.
     """
     path = directory / "generation_config.json"
-    return _object(path) if path.exists() else None
+    return json_object(path) if path.exists() else None
 
 
-def _object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CorruptError: the file is missing or too large, or has no object.
+    """
     try:
         config = parse_any_json(read_file(path))
     except ValueError as error:
