@@ -8,12 +8,11 @@ efficiencies of products, memory and links were fitted on the A100 to the layer 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-from .._common.document import MAX_CONFIG_BYTES, parse_toml, read_text, short_repr
+from .._common.document import MAX_CONFIG_BYTES, finite_number, parse_toml, read_text, short_repr
 from .._common.errors import UsageError
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -193,5 +192,4 @@ _WHOLE = (
 
 def _rate(key: str, value: object) -> list[str]:
     # TOML has ``inf`` and ``nan``, and in Python true is an integer: none of them is a rate.
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-    return [] if good else [f"{key} must be a number above 0, is {short_repr(value)}"]
+    return [] if (finite_number(value) or 0) > 0 else [f"{key} must be a number above 0, is {short_repr(value)}"]

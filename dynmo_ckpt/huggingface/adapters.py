@@ -28,7 +28,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .._common.document import short_repr
+from .._common.document import finite_number, short_repr
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..tensors.computed import computed_tensor
 from ..tensors.views import Tensor
@@ -121,7 +121,7 @@ def _check_config(path: Path, config: Mapping[str, Any], ignored: Sequence[str])
         )
     for key in ("r", "lora_alpha"):
         value = config.get(key, 8)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not (finite_number(value) or 0) > 0:
             raise CorruptError(f"{path}: {key} must be a positive number, found {short_repr(value)}")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
@@ -129,7 +129,7 @@ def _check_config(path: Path, config: Mapping[str, Any], ignored: Sequence[str])
             raise CorruptError(f"{path}: {key} must be an object, found {short_repr(patterns)}")
         for pattern, value in patterns.items():
             _check_pattern(path, key, pattern)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            if not (finite_number(value) or 0) > 0:
                 raise CorruptError(f"{path}: {key} must have positive numbers, found {short_repr(value)}")
 
 

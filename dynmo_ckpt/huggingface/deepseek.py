@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._common.document import short_repr
+from .._common.document import finite_number, short_repr
 from ..io.errors import CorruptError, UnsupportedError
 from ..maps.decoder_fields import LLAMA, decoder_fields
 from .config_keys import size
@@ -103,7 +103,7 @@ def _experts(kind: str, config: Config, layers: int) -> Model:
     if dense:
         model["moe_layer_pattern"] = [0] * dense + [1] * (layers - dense)
     scale = config["routed_scaling_factor"]
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or scale <= 0:
+    if not (finite_number(scale) or 0) > 0:
         raise CorruptError(f"config.json: routed_scaling_factor must be a positive number, found {short_repr(scale)}")
     if scale != 1:
         model["moe_router_topk_scaling_factor"] = float(scale)

@@ -12,7 +12,7 @@ from typing import Any
 from .._common.document import encode_json, parse_json
 from .._common.errors import DynmoError
 from ..io.errors import CorruptError
-from ..maps.decoder_fields import family_fields
+from ..maps.decoder_fields import DECODERS, family_fields
 from .config_keys import irrelevant_keys, key_table
 from .decoders import MIXTRAL_ROUTER
 from .models import hf_model
@@ -143,4 +143,6 @@ def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_interleaved": True,
         **MIXTRAL_ROUTER,
     }
-    return {key: value for key, value in {**defaults, **model}.items() if key not in NOT_IN_CONFIG}
+    # The names of decoders are interchangeable where all of their fields are stated.
+    name = {"family": "decoder"} if model["family"] in DECODERS else {}
+    return {key: value for key, value in {**defaults, **model, **name}.items() if key not in NOT_IN_CONFIG}

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# The names of shapes of decoders; they are interchangeable where all fields are stated.
+DECODERS = ("gpt", "llama")
 GATED = ("swiglu", "geglu", "clamped_swiglu")
 COMMON: Mapping[str, Any] = {
     "norm_placement": "pre",

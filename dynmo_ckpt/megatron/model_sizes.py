@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._common.document import short_repr
+from .._common.document import finite_number, short_repr
 from .._common.errors import UsageError
 from ..huggingface.models import RACE_CHOICES
 from ..io.errors import UnsupportedError
@@ -91,7 +91,7 @@ def model_of(
         "ffn_hidden_size": inner // 2 if family == "llama" else inner,
         "num_attention_heads": heads,
         **_vocabulary(args, given["vocab_size"], padded, remarks),
-        "layernorm_epsilon": float(epsilon) if isinstance(epsilon, int | float) else 1e-5,
+        "layernorm_epsilon": finite_number(epsilon) or 1e-5,
     }
     if family == "llama":
         return model | llama_sizes(

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from .._common.document import (
+    finite_number,
     is_count,
     read_word,
     short_repr,
@@ -206,13 +207,13 @@ def assemble_state(
     moments = tuple(
         replace(item, name=f"{item.name}.{kind}") for kind in ("exp_avg", "exp_avg_sq") for item in kinds[kind].tensors
     )
-    recorded = facts.args.get("weight_decay")
+    recorded = finite_number(facts.args.get("weight_decay"))
     return replace(
         kinds["master"],
         optimizer=moments,
         optimizer_steps=next(iter(steps)),
         remarks=[*kinds["master"].remarks, "the weights are the float32 masters of the optimizer"],
-        weight_decay=float(recorded) if isinstance(recorded, int | float) else MEGATRON_WEIGHT_DECAY,
+        weight_decay=MEGATRON_WEIGHT_DECAY if recorded is None else recorded,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .._common.document import finite_number
 from ..torch_save.pickles import OpaquePickle
 from ..torch_save.writer import ConstantStorages
 
@@ -94,7 +95,8 @@ def _scheduler(tree: Mapping[Any, Any], number: Number) -> dict[str, Any] | None
 
 def _adam(args: Mapping[str, Any]) -> dict[str, float] | None:
     recorded = {name: args.get(f"adam_{name}") for name in ADAM}
-    found = {name: float(value) for name, value in recorded.items() if isinstance(value, int | float)}
+    numbers = {name: finite_number(value) for name, value in recorded.items()}
+    found = {name: value for name, value in numbers.items() if value is not None}
     return ADAM | found if found else None
 
 
@@ -143,7 +145,7 @@ def progress_of(manifest: Mapping[str, Any]) -> TrainingProgress:
     """The progress in a manifest; invalid ``x_`` fields are ignored."""
     scheduler, recorded = manifest.get("x_scheduler"), manifest.get("x_progress")
     scale = recorded.get("loss_scale") if isinstance(recorded, dict) else None
-    is_valid = isinstance(scale, dict) and all(isinstance(scale.get(name), int | float) for name in GRAD_SCALER)
+    is_valid = isinstance(scale, dict) and all(finite_number(scale.get(name)) is not None for name in GRAD_SCALER)
     adam = manifest.get("x_adam")
     return TrainingProgress(
         consumed_train_samples=manifest["consumed_train_samples"],

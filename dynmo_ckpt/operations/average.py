@@ -22,7 +22,7 @@ from ..formats.choices import AUTO, ReadOptions, WriteOptions
 from ..io.directory import check_target
 from ..io.errors import UnsupportedError, short_names
 from ..io.reading import SourceFiles, Words
-from ..maps.decoder_fields import decoder_fields
+from ..maps.decoder_fields import DECODERS, decoder_fields
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.computed import bits_of, computed_tensor, floats_of
 from ..tensors.equality import equal_bytes
@@ -34,7 +34,6 @@ from .write import WriteSettings, write_export
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Computed by the conversion, or of no meaning for the model.
 NOT_COMPARED = ("padded_vocab_size",)
-DECODERS = ("gpt", "llama")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -358,6 +358,12 @@ class Engine(StrEnum):
     TOKENIZERS = "tokenizers"
 
 
+def tokenizer_in(path: Path, kind: TokenizerType = TokenizerType.HUGGING_FACE) -> Path:
+    """The tokenizer's file in a directory, such as a model's of Hugging Face; another path itself."""
+    has_pieces = kind in (TokenizerType.SENTENCE_PIECE, TokenizerType.LLAMA)
+    return path / ("tokenizer.model" if has_pieces else "tokenizer.json") if path.is_dir() else path
+
+
 @dataclass(frozen=True, kw_only=True)
 class BinarizeSettings:
     """Tokenize documents into an indexed dataset."""
@@ -372,7 +378,7 @@ class BinarizeSettings:
         None,
         file=True,
         names=("--tokenizer-model",),
-        help="tokenizer.json, or the model of SentencePieceTokenizer and Llama2Tokenizer.",
+        help="tokenizer.json or SentencePiece model, or the folder that has it.",
     )
     vocab_file: Path | None = setting(
         None,
@@ -412,7 +418,9 @@ class BinarizeSettings:
         return [prefix.with_name(prefix.name + ending) for prefix in prefixes for ending in DATASET_ENDINGS]
 
     def __post_init__(self) -> None:
-        """Refuse two datasets of one name."""
+        """Refuse two datasets of one name, and find the tokenizer in the directory of a model."""
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", tokenizer_in(self.tokenizer, self.tokenizer_type))
         if len(set(self.json_keys)) < len(self.json_keys):
             raise UsageError(
                 f"--json-keys {' '.join(self.json_keys)}: a key occurs twice; each key becomes one dataset"
@@ -461,8 +469,7 @@ class BinarizeChatSettings:
 
     def __post_init__(self) -> None:
         """Find the files next to the tokenizer, so that the task manifest and the sidecar state them."""
-        if self.tokenizer.is_dir():
-            object.__setattr__(self, "tokenizer", self.tokenizer / "tokenizer.json")
+        object.__setattr__(self, "tokenizer", tokenizer_in(self.tokenizer))
         if self.tokenizer_config is None and (found := self.tokenizer.with_name("tokenizer_config.json")).is_file():
             object.__setattr__(self, "tokenizer_config", found)
         if self.chat_template is None and (found := self.tokenizer.with_name("chat_template.jinja")).is_file():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .._common.document import MAX_SIZE
 from .._common.errors import MissingExtraError, UsageError
 from ..config.options import setting
-from ..config.settings import MAX_SEED, Engine
+from ..config.settings import MAX_SEED, Engine, tokenizer_in
 from .base import DocumentFilter, FilterResult, FilterSettings
 
 if TYPE_CHECKING:
@@ -69,14 +69,18 @@ class CleanSettings(FilterSettings):
         minimum=0,
         maximum=MAX_SIZE,
     )
-    tokenizer: Path | None = setting(None, file=True, help="tokenizer.json that counts tokens [default: GPT-2's]")
+    tokenizer: Path | None = setting(
+        None, file=True, help="tokenizer.json that counts tokens, or its folder [default: GPT-2's]"
+    )
     punctuation: bool = setting(False, help="Replace typographic and full-width punctuation by ASCII.")
     seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
 
     def __post_init__(self) -> None:
-        """Refuse a language that langdetect does not know: every document would be dropped."""
+        """Refuse a language that langdetect does not know: every document would be dropped. Find the tokenizer."""
         if self.language and self.language not in LANGUAGES:
             raise UsageError(f"--language {self.language!r}: must be '' or one of {', '.join(LANGUAGES)}")
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", tokenizer_in(self.tokenizer))
 
 
 def is_plain(text: str) -> bool:

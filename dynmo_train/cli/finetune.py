@@ -137,9 +137,9 @@ def check_supported(config: Any) -> None:
 
 def _pretrained_shape(options: FinetuneConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Model options from the manifest of ``--pretrained-checkpoint``; empty without one."""
-    from ..evaluation.finetune import model_options
     from ..formats.checkpoint import CheckpointError, find_checkpoint, open_checkpoint
     from ..trainer.checkpoint.load_checkpoint import convert_to_native, default_cache, foreign_kind
+    from ..trainer.checkpoint.model_options import model_options
 
     if options.pretrained_checkpoint is None:
         return {}
@@ -153,7 +153,7 @@ def _pretrained_shape(options: FinetuneConfig, given: dict[str, Any]) -> dict[st
     model = found.manifest["model"]
     if model["family"] != "bert":
         raise UsageError(f"--pretrained-checkpoint {path}: must have family bert, is {model['family']}")
-    return model_options(model)
+    return {**model_options(model), "seq_length": model["max_position_embeddings"]}
 
 
 def _steps(samples: int, values: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .._common.console import Format
+from .._common.console import Format, print_message
 from .._common.errors import EXIT_USAGE, UsageError
 from .._common.help import CommandLine, HelpGroup
 from ..config import (
@@ -80,13 +80,15 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
     try:
         values = read_recipe(recipe, family) if recipe else {}
         values |= read_config_file(config) if config else {}
+        checkpoint = _checkpoint_options(family, flags, values)
         dry = bool(flags.get("dry_run") or values.get("dry_run"))
         processes = dry_run_processes(flags, values) if dry else world_size()
-        defaults = dry_run_values(family, flags, values) if dry else {}
+        defaults = dry_run_values(family, flags, {**checkpoint, **values}) if dry else {}
         flags, values = with_deepspeed(flags, values)
         resolved = resolve_checked(
             flags=flags,
             file={**defaults, **values},
+            checkpoint=checkpoint,
             command={"family": family},
             context=DefaultContext(world_size=processes, tokenizer_vocab_size=read_vocab_size),
         )
@@ -103,6 +105,21 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
     from ..trainer.run import run_pretrain
 
     raise typer.Exit(run_pretrain(resolved))
+
+
+def _checkpoint_options(family: str, flags: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """With --use-checkpoint-args, the options of the model in --load; a warning where it has no checkpoint."""
+    given = {**values, **{name: value for name, value in flags.items() if value is not None}}
+    if not given.get("use_checkpoint_args"):
+        return {}
+    from ..trainer.checkpoint.model_options import checkpoint_options
+
+    if not given.get("load"):
+        raise UsageError("--use-checkpoint-args: needs --load, the checkpoint of the options")
+    found = checkpoint_options(Path(given["load"]), family, given)
+    if not found and is_rank0():
+        print_message(f"warning: --use-checkpoint-args: no checkpoint in {given['load']}; the given options are used")
+    return found
 
 
 @pretrain.callback()

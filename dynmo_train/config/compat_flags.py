@@ -119,7 +119,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--tensorboard-queue-size": ignored("records are written immediately", 1),
     "--experiment_name": ignored("--run-dir names the run", 1),
     "--ckpt-format": ignored("checkpoints have the native format; dynmo-ckpt convert writes others", 1),
-    "--use-checkpoint-args": refused("not supported: give the options of the run again, from its run.json"),
     "--muon-use-nesterov": becomes("--muon-nesterov"),
     "--muon-no-split-qkv": becomes("--no-muon-split-qkv"),
     "--muon-fp32-matmul-prec": ignored("Newton-Schulz iterations are computed in bfloat16", 1),

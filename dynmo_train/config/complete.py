@@ -25,13 +25,19 @@ _NUMBERS = (1, 12, 5040)
 
 
 def resolve_checked(
-    *, flags: Mapping[str, Any], file: Mapping[str, Any], command: Mapping[str, Any], context: DefaultContext
+    *,
+    flags: Mapping[str, Any],
+    file: Mapping[str, Any],
+    checkpoint: Mapping[str, Any] | None = None,
+    command: Mapping[str, Any],
+    context: DefaultContext,
 ) -> Config:
     """Resolve and check a configuration; rank 0 warns of options without effect.
 
     Args:
         flags: option name to value from the command line; None means not given.
         file: option name to value from a ``--config`` file; flags have precedence.
+        checkpoint: option name to value of the model of ``--load``; the file has precedence.
         command: option name to value, set by the subcommand.
         context: what derived defaults depend on.
 
@@ -39,9 +45,14 @@ def resolve_checked(
         DocumentError: missing values, wrong types, values out of bounds, and all conflicts between options.
     """
     try:
-        config = resolve(flags=flags, file=file, command=command, context=context)
+        config = resolve(flags=flags, file=file, checkpoint=checkpoint, command=command, context=context)
     except DocumentError as error:
-        given = {**file, **{name: value for name, value in flags.items() if value is not None}, **command}
+        given = {
+            **(checkpoint or {}),
+            **file,
+            **{name: value for name, value in flags.items() if value is not None},
+            **command,
+        }
         hidden = _independent(given, error.problems, context)
         raise DocumentError(error.source, [*error.problems, *hidden]) from error
     check(config, context.world_size)

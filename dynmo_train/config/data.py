@@ -100,7 +100,10 @@ class DataConfig:
         maximum=MAX_WORKERS,
     )
     tokenizer_model: str | None = option(
-        "Path of tokenizer.json or a SentencePiece model.", default=None, refers_to="file", common=True
+        "Path of tokenizer.json or a SentencePiece model, or of its folder.",
+        default=None,
+        refers_to="file",
+        common=True,
     )
     vocab_file: str | None = option(
         "Vocabulary file (GPT2BPE, BertWordPiece and WhitespaceVocab tokenizers).",

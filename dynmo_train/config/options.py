@@ -17,7 +17,7 @@ from .._common.document import (
     short_repr,
 )
 
-Source = Literal["default", "derived", "file", "flag", "command"]
+Source = Literal["default", "derived", "checkpoint", "file", "flag", "command"]
 # What the value of an option refers to. At startup all processes compare their values, the datasets ("data"), and the
 # contents of a file or folder ("file") or of several ("files"). A "place" may differ between hosts: it is an output or
 # a cache, or its contents are compared when it is opened.

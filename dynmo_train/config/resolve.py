@@ -236,6 +236,7 @@ def resolve(
     *,
     flags: Mapping[str, Any],
     file: Mapping[str, Any] | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
     command: Mapping[str, Any] | None = None,
     context: DefaultContext | None = None,
 ) -> Config:
@@ -244,6 +245,7 @@ def resolve(
     Args:
         flags: option name to value from the command line; None means not given.
         file: option name to value from a ``--config`` file; flags have precedence.
+        checkpoint: option name to value of the model of ``--load``; the file has precedence.
         command: option name to value, set by the subcommand.
         context: what derived defaults depend on.
 
@@ -251,11 +253,13 @@ def resolve(
         DocumentError: missing values, wrong types or values out of bounds; reports all of them.
     """
     context = context or DefaultContext()
-    given: dict[str, tuple[Any, Source]] = {name: (value, "file") for name, value in (file or {}).items()}
-    # Later sources replace earlier ones: file, flags, then what the subcommand sets.
+    given: dict[str, tuple[Any, Source]] = {name: (value, "checkpoint") for name, value in (checkpoint or {}).items()}
+    # Later sources replace earlier ones: checkpoint, file, flags, then what the subcommand sets.
+    given |= {name: (value, "file") for name, value in (file or {}).items()}
     given |= {name: (value, "flag") for name, value in flags.items() if value is not None}
     given |= {name: (value, "command") for name, value in (command or {}).items()}
-    given |= {name: given[other] for other, name in ALIASES.items() if other in given and name not in given}
+    own = {name for name, (_, source) in given.items() if source != "checkpoint"}
+    given |= {name: given[other] for other, name in ALIASES.items() if other in given and name not in own}
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     specs = option_specs()

@@ -36,6 +36,9 @@ FOLDER_NAMES = {
     "NullTokenizer": {},
 }
 
+# Files next to those of a tokenizer that describe how it is used: special tokens, and the chat template.
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
@@ -48,6 +51,13 @@ class TokenizerFiles:
 
     kind: str
     files: Mapping[str, Path]
+
+    @property
+    def stored_files(self) -> dict[str, Path]:
+        """What a checkpoint has of the tokenizer: its files, and the settings next to them, by their names there."""
+        folders = {path.parent for path in self.files.values()}
+        settings = {name: folder / name for folder in folders for name in SETTINGS if (folder / name).is_file()}
+        return {**settings, **self.files}
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> TokenizerFiles | None:
@@ -69,7 +79,9 @@ class TokenizerFiles:
         for name, flag in FOLDER_NAMES[kind].items():
             if not named[name]:
                 raise UsageError(f"--tokenizer-type {kind} needs {flag} FILE")
-        return TokenizerFiles(kind=kind, files={name: Path(path) for name, path in named.items()})
+        paths = {name: Path(path) for name, path in named.items()}
+        # A model's directory is as good as its tokenizer.json.
+        return TokenizerFiles(kind=kind, files={name: _within(path, name) for name, path in paths.items()})
 
     @staticmethod
     def of_folder(folder: Path) -> TokenizerFiles:
@@ -82,6 +94,11 @@ class TokenizerFiles:
             if names and all((folder / name).is_file() for name in names):
                 return TokenizerFiles(kind=kind, files={name: folder / name for name in names})
         raise UsageError(f"no tokenizer in {folder}; give the path of a tokenizer.json with --tokenizer-model")
+
+
+def _within(path: Path, name: str) -> Path:
+    """The file of a directory, such as a model's of Hugging Face; another path itself."""
+    return path / name if path.is_dir() else path
 
 
 @dataclass(frozen=True)

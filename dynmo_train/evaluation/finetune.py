@@ -390,7 +390,7 @@ class FinetuneRun:
                 "prefix": self.config.data.name,
             },
             class_names=TASKS[self.name].class_names,
-            tokenizer=self.files.files if self.files is not None else {},
+            tokenizer=self.files.stored_files if self.files is not None else {},
             keep=self.config.run.keep_checkpoints,
             moments=not self.config.run.no_save_optim,
         )
@@ -437,10 +437,3 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
         return exit_code
     finally:
         destroy_world()
-
-
-def model_options(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Model options from a manifest's ``model``, for those that the command line leaves out."""
-    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
-    sizes = {name: model[name] for name in (*names, "vocab_size", "layernorm_epsilon")}
-    return {**sizes, "seq_length": model["max_position_embeddings"], "bert_no_binary_head": not model["num_tokentypes"]}

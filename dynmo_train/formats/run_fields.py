@@ -16,6 +16,6 @@ DOCUMENT = obj(
         "versions": mapping(string()),
         "engine": mapping(anything()),
         "config": mapping(mapping(anything())),
-        "config_sources": mapping(mapping(string("default", "derived", "file", "flag", "command"))),
+        "config_sources": mapping(mapping(string("default", "derived", "checkpoint", "file", "flag", "command"))),
     }
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..config import Config
 from ..config.extensions import family_spec, technique_specs
@@ -19,6 +19,9 @@ from .layer_list import HIDDEN, BoundaryShape, ModelFamily
 from .multi_token import PREDICTION
 from .vocabulary_family import VocabularyShardedFamily
 from .vocabulary_shards import WORDS
+
+if TYPE_CHECKING:
+    from .decoder import Decoder, DecoderShape
 
 CAUSAL = ("gpt", "llama")
 
@@ -49,6 +52,25 @@ def family_of_manifest(model: Mapping[str, Any]) -> ModelFamily:
         if spec.wrap_stored is not None:
             family = spec.wrap_stored(model, family)
     return family
+
+
+def named_as(model: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """The description of the same model under another name of a decoder's shape.
+
+    ``gpt`` and ``llama`` compute the same where their shapes are equal; each states what the other takes for granted.
+
+    Args:
+        model: the ``model`` object of a manifest.
+        family: name of the family to describe it as.
+
+    Returns:
+        ``model`` itself if it has that name, or if one of both is not the name of a decoder's shape.
+    """
+    if model["family"] == family or {model["family"], family} - set(CAUSAL):
+        return model
+    plain = cast("Decoder[DecoderShape]", family_spec(model["family"]).from_manifest(model)).shape
+    stated = {**plain.stated(), "tied_embeddings": plain.tied_embeddings, "family": family}
+    return family_of_manifest({**model, **stated}).manifest()
 
 
 def boundary_of(config: Config) -> BoundaryShape:

@@ -538,7 +538,7 @@ class Trainer:
             data_position=self._data_position(),
             source=self._source,
             data=data_properties(self.config),
-            tokenizer=self._tokenizer.files if self._tokenizer is not None else {},
+            tokenizer=self._tokenizer.stored_files if self._tokenizer is not None else {},
             keep=run.keep_checkpoints,
             moments=not run.no_save_optim,
             loss_spikes=self._spikes.state(self._batches.skipped),

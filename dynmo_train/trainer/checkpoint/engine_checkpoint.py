@@ -47,7 +47,7 @@ from ...formats.checkpoint import (
 from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, expert_biases_of, masks_of, parameters_of, vocabulary_rows
 from ...models.lora import compare_adapters, is_adapter
-from ...models.registry import CAUSAL, family_of_manifest
+from ...models.registry import CAUSAL, family_of_manifest, named_as
 from ...models.sharding import whole_shape
 from ...models.vocabulary_family import stored_ties
 from ...optim.item_state import REFERENCE, ItemState, has_own_shape, has_token_rows, is_memory, parameter_of, role_of
@@ -509,7 +509,7 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
     Raises:
         CheckpointError: the models differ; the message lists every difference.
     """
-    stored = checkpoint.manifest["model"]
+    stored = named_as(checkpoint.manifest["model"], str(family.manifest()["family"]))
     resumes = resumes and checkpoint.manifest.get("optimizer") is not None
     expected, differences = compare_adapters(stored, family.manifest(), resumes=resumes)
     differences += [

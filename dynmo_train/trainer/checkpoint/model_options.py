@@ -1,0 +1,257 @@
+"""The options of the model in a checkpoint, for ``--use-checkpoint-args``; they are the inverse of ``from_config``.
+
+::
+
+    --load ─▶ model object of a manifest ─▶ from_manifest ─▶ shape ─▶ model_options
+               └ of another project: by dynmo-ckpt info
+
+A shape is complete, so that no option depends on the defaults of a family. What has no option is found when the weights
+are loaded: ``check_same_model`` compares every field.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..._common.document import parse_json
+from ..._common.errors import UsageError
+from ...config.extensions import family_spec
+from ...data.tokenizer import FOLDER_NAMES, TokenizerFiles
+from ...formats.checkpoint import CheckpointError, find_checkpoint, open_checkpoint
+from ...launch.find_command import program_path
+from ...models.bert import BertShape
+from ...models.decoder import DecoderShape
+from ...models.ict import IctShape
+from ...models.latent_attention import LatentShape
+from ...models.moe import SINKHORN, MoeShape
+from ...models.registry import CAUSAL
+from ...models.t5 import T5Shape
+from .load_checkpoint import foreign_kind, has_native_checkpoint
+
+TOKENIZER_OPTIONS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+# Options that have the names of the fields of every shape.
+SIZES = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "vocab_size",
+    "layernorm_epsilon",
+)
+OF_DECODER = (
+    "num_layers",
+    "activation",
+    "normalization",
+    "norm_placement",
+    "mlp_bias",
+    "rotary_base",
+    "embedding_scale",
+    "attention_scale",
+    "local_rotary_base",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "attention_sinks",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "mtp_num_layers",
+)
+OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_interleaved")
+# Option -> field of the router.
+OF_ROUTER = {
+    "moe_router_score_function": "score_function",
+    "moe_router_pre_softmax": "pre_softmax",
+    "moe_router_topk_scaling_factor": "scaling_factor",
+    "moe_router_enable_expert_bias": "expert_bias",
+    "moe_router_bias": "bias",
+    "moe_router_num_groups": "num_groups",
+    "moe_router_group_topk": "group_topk",
+    "moe_router_group_experts": "group_experts",
+}
+
+
+def checkpoint_options(path: Path, family: str, given: Collection[str]) -> dict[str, Any]:
+    """The options of the model and of the tokenizer in the newest checkpoint at ``path``; empty where there is none.
+
+    A checkpoint of another project is not converted: ``dynmo-ckpt info`` reads its configuration only.
+
+    Args:
+        path: value of ``--load``.
+        family: family of the run.
+        given: names of the options that the run has; if one of them names a tokenizer, that of the checkpoint is left
+            out.
+
+    Raises:
+        UsageError: the checkpoint cannot be read or is of another family, or ``dynmo-ckpt`` is not installed.
+    """
+    if has_native_checkpoint(path):
+        try:
+            found = open_checkpoint(find_checkpoint(path, weights_only=True))
+        except CheckpointError as error:
+            raise UsageError(f"--use-checkpoint-args: {error}") from error
+        model, folder = found.manifest["model"], found.directory / "tokenizer"
+    elif kind := foreign_kind(path):
+        model, folder = _foreign_model(path, kind), path
+    else:
+        return {}
+    stored = model["family"]
+    # The names of decoders are interchangeable: all of their options are stated.
+    if stored != family and {stored, family} - set(CAUSAL):
+        raise UsageError(f"--use-checkpoint-args: {path} is a {stored}: give pretrain {stored}")
+    has_tokenizer = any(name in given for name in TOKENIZER_OPTIONS)
+    tokenizer = {} if has_tokenizer else _tokenizer_options(folder)
+    return {**model_options(model), **(_dropout(model) if stored != family else {}), **tokenizer}
+
+
+def _dropout(model: Mapping[str, Any]) -> dict[str, float]:
+    """The dropout that the name of a model implies, for a run of another name."""
+    shape = _shape(model)
+    return {"hidden_dropout": shape.hidden_dropout, "attention_dropout": shape.attention_dropout}
+
+
+def _tokenizer_options(folder: Path) -> dict[str, Any]:
+    """The options that name the files of the tokenizer in a folder; empty without one."""
+    try:
+        named = TokenizerFiles.of_folder(folder)
+    except UsageError:
+        return {}
+    flags = FOLDER_NAMES[named.kind]
+    files = {flags[name].removeprefix("--").replace("-", "_"): str(path) for name, path in named.files.items()}
+    return {"tokenizer_type": named.kind, **files}
+
+
+def _foreign_model(path: Path, kind: str) -> Mapping[str, Any]:
+    program = program_path("dynmo-ckpt")
+    if program is None:
+        raise UsageError(
+            f"--use-checkpoint-args: {path} is {kind}; dynmo-ckpt, which reads it, is not installed next to dynmo-train"
+            " nor on PATH; run: pip install 'dynmo-toolkit[ckpt]'"
+        )
+    command = [program, "info", str(path), "--format", "json"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        cause = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
+        raise UsageError(f"--use-checkpoint-args: {path}: dynmo-ckpt cannot read it: {cause}")
+    document = parse_json(done.stdout)
+    found = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(found, dict):
+        raise UsageError(f"--use-checkpoint-args: {path}: dynmo-ckpt states no model of {kind}; update it")
+    return found
+
+
+def model_options(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The option values, by name, of a run whose model has the description ``model``.
+
+    The length of samples, dropout and the initial weights are not stored, nor are options of dynamic techniques.
+
+    Args:
+        model: the ``model`` object of a manifest.
+
+    Raises:
+        UsageError: the description is not complete, or is of an installed family, whose options are not known here.
+    """
+    try:
+        shape = _shape(model)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"--use-checkpoint-args: the checkpoint does not describe its model: {error}") from error
+    if isinstance(shape, BertShape):
+        own = _bert(shape)
+    elif isinstance(shape, IctShape):
+        own = _ict(shape)
+    elif isinstance(shape, T5Shape):
+        own = _t5(shape)
+    elif isinstance(shape, DecoderShape):
+        own = _decoder(shape)
+    else:
+        raise UsageError(
+            f"--use-checkpoint-args: not possible for the family {model['family']} of an installed package; give the"
+            " options of the run again, from its run.json"
+        )
+    found = {**{name: getattr(shape, name) for name in SIZES}, **own}
+    # The default of every option that may be None is None.
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _shape(model: Mapping[str, Any]) -> Any:
+    """The shape of a model, without its dynamic techniques; None of an installed family without one."""
+    described = {"padded_vocab_size": model.get("vocab_size"), **model}
+    return getattr(family_spec(model["family"]).from_manifest(described), "shape", None)
+
+
+def _bert(shape: BertShape) -> dict[str, Any]:
+    return {"num_layers": shape.num_layers, "bert_no_binary_head": not shape.num_tokentypes}
+
+
+def _ict(shape: IctShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "biencoder_projection_dim": shape.projection_size,
+        "biencoder_shared_query_context_model": shape.shared_towers,
+    }
+
+
+def _t5(shape: T5Shape) -> dict[str, Any]:
+    relative = {
+        "relative_attention_num_buckets": shape.relative_buckets,
+        "relative_attention_max_distance": shape.relative_max_distance,
+    }
+    return {
+        "num_layers": shape.num_encoder_layers,
+        "decoder_num_layers": shape.num_decoder_layers,
+        "kv_channels": shape.head_dim,
+        "position_embedding_type": shape.position_embedding,
+        **(relative if shape.is_relative else {}),
+    }
+
+
+def _decoder(shape: DecoderShape) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        **{name: getattr(shape, name) for name in OF_DECODER},
+        "position_embedding_type": shape.position_embedding,
+        "rotary_percent": shape.rotary_fraction,
+        "attention_window": shape.sliding_window,
+        "layer_types": None if shape.layer_types is None else ",".join(shape.layer_types),
+        "qk_norm": shape.qk_norm or "none",
+        "add_bias_linear": shape.attention_bias == "all",
+        "add_qkv_bias": shape.attention_bias == "qkv",
+        "rotary_scaling": None if shape.rotary_scaling is None else json.dumps(shape.rotary_scaling),
+        "untie_embeddings_and_output_weights": not shape.tied_embeddings,
+    }
+    if shape.latent is None:
+        found |= {"num_query_groups": shape.groups, "kv_channels": shape.head_width}
+    else:
+        found |= _latent(shape.latent)
+    return found if shape.moe is None else found | _experts(shape.moe)
+
+
+def _latent(latent: LatentShape) -> dict[str, Any]:
+    return {"multi_latent_attention": True, **{name: getattr(latent, name) for name in OF_LATENT}}
+
+
+def _experts(moe: MoeShape) -> dict[str, Any]:
+    coefficients = {
+        "aux_loss": moe.aux_loss_coeff,
+        "seq_aux_loss": moe.seq_aux_loss_coeff,
+        "global_aux_loss": moe.global_aux_loss_coeff,
+    }
+    losses = {name: value for name, value in coefficients.items() if value} or {"aux_loss": 0.0}
+    if moe.routing == SINKHORN:
+        losses = {SINKHORN: 0.0}
+    return {
+        "num_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_routing": "topk" if moe.routing == SINKHORN else moe.routing,
+        "moe_router_load_balancing_type": " ".join(losses),
+        "moe_aux_loss_coeff": " ".join(str(value) for value in losses.values()),
+        "moe_z_loss_coeff": moe.z_loss_coeff,
+        "moe_expert_capacity_factor": moe.capacity_factor,
+        "moe_token_drop_policy": moe.drop_policy,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "moe_ffn_hidden_size": moe.ffn_size,
+        "moe_layer_freq": "1" if moe.layers is None else str(list(moe.layers)).replace(" ", ""),
+        **{option: getattr(moe.router, name) for option, name in OF_ROUTER.items()},
+    }

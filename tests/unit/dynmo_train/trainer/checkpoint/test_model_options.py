@@ -1,0 +1,86 @@
+"""Options of the model in a checkpoint: a run with them has the same model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from dynmo_train._common.errors import UsageError
+from dynmo_train.config.resolve import resolve
+from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.registry import CAUSAL, family_of, named_as
+from dynmo_train.models.t5 import T5
+from dynmo_train.trainer.checkpoint.engine_checkpoint import check_same_model
+from dynmo_train.trainer.checkpoint.model_options import checkpoint_options, model_options
+from tests.distributed.families import COMMON, SAMPLES
+from tests.unit.dynmo_train.trainer.checkpoint.test_engine_checkpoint import checkpoint_of
+
+TRAINING = {"lr": 1e-3, "train_iters": 1, "data_path": "none", "micro_batch_size": 1, "seq_length": 16}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.5] * 4, "original_max_position_embeddings": 8}
+PLAIN = LlamaShape(**COMMON, num_layers=4)
+SHAPES = {
+    "phi": replace(PLAIN, rotary_fraction=0.5, sliding_window=5, tied_embeddings=True),
+    "olmo": replace(PLAIN, norm_placement="post", qk_norm="projection"),
+    "qwen": replace(
+        PLAIN, attention_bias="qkv", qk_norm="head", layer_types=("full_attention", "sliding_attention") * 2
+    ),
+    "long": replace(PLAIN, rotary_scaling={"rope_type": "longrope", "factor": 2.0, **FACTORS}),
+}
+FAMILIES = {name: sample.family for name, sample in SAMPLES.items()} | {
+    name: Llama(shape) for name, shape in SHAPES.items()
+}
+# T5's own arithmetic always has this activation.
+FAMILIES["t5-relative"] = T5(replace(FAMILIES["t5-relative"].shape, activation="relu"))
+
+
+def resolved(model, family, **flags):
+    options = {**TRAINING, "make_vocab_size_divisible_by": 64}
+    return resolve(flags={**options, **flags}, checkpoint=model_options(model), command={"family": family})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_options_of_a_model_give_the_same_model(name):
+    stored = FAMILIES[name].manifest()
+    config = resolved(stored, stored["family"])
+    assert json.loads(json.dumps(family_of(config).manifest())) == json.loads(json.dumps(stored))
+    assert config.sources["hidden_size"] == "checkpoint"
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.name in CAUSAL])
+def test_decoder_has_the_same_model_under_either_name(name):
+    stored = FAMILIES[name].manifest()
+    other = CAUSAL[1 - CAUSAL.index(stored["family"])]
+    family = family_of(resolved(stored, other))
+    assert family.name == other
+    assert family.manifest() != stored
+    check_same_model(checkpoint_of(stored), family)
+    assert named_as(family.manifest(), stored["family"]) == stored
+
+
+def test_given_option_that_differs_is_refused_when_weights_are_loaded():
+    from dynmo_train.formats.checkpoint import CheckpointError
+
+    stored = FAMILIES["llama"].manifest()
+    family = family_of(resolved(stored, "gpt", hidden_size=64))
+    with pytest.raises(CheckpointError, match="hidden_size is 32 there and 64 here"):
+        check_same_model(checkpoint_of(stored), family)
+
+
+def test_alias_of_an_option_has_precedence_over_the_checkpoint():
+    stored = FAMILIES["t5"].manifest()
+    assert resolved(stored, "t5", encoder_num_layers=7).model.num_layers == 7
+    assert resolved(stored, "t5").model.num_layers == stored["num_layers"] != 7
+
+
+def test_incomplete_description_of_a_model_is_one_error():
+    stored = dict(FAMILIES["llama"].manifest())
+    del stored["hidden_size"]
+    with pytest.raises(UsageError, match=r"does not describe its model: .*hidden_size"):
+        model_options(stored)
+
+
+def test_path_without_a_checkpoint_has_no_options(tmp_path):
+    assert checkpoint_options(tmp_path, "gpt", ()) == {}
+    assert checkpoint_options(tmp_path / "missing", "gpt", ()) == {}
