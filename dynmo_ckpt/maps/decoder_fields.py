@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-GATED = ("swiglu", "geglu", "clamped_swiglu")
+SIGMOID_GATED = ("clamped_swiglu", "quick_geglu")
+GATED = ("swiglu", "geglu", *SIGMOID_GATED)
 COMMON: Mapping[str, Any] = {
     "norm_placement": "pre",
     "qk_norm": None,
@@ -22,8 +23,10 @@ COMMON: Mapping[str, Any] = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "attention_sinks": False,
+    "softmax_off_by_one": False,
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
+    "swiglu_offset": 1.0,
     "moe_router_bias": False,
 }
 LLAMA: Mapping[str, Any] = {

@@ -42,7 +42,8 @@ MoeRouting = Literal["topk", "expert-choice", "balanced"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 TokenDropPolicy = Literal["probs", "position"]
 Positions = Literal["learned", "rotary", "relative"]
-Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu", "clamped_swiglu"]
+Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu", "clamped_swiglu", "quick_geglu"]
+GATED_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "quick_geglu")
 Normalization = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
 NormPlacement = Literal["pre", "sandwich", "post"]
 QkNorm = Literal["none", "head", "projection"]
@@ -64,7 +65,7 @@ def _activation(values: Mapping[str, Any]) -> str:
 
 
 def _is_gated(values: Mapping[str, Any]) -> bool:
-    return (values.get("activation") or _activation(values)) in ("swiglu", "geglu", "clamped_swiglu")
+    return (values.get("activation") or _activation(values)) in GATED_ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +142,13 @@ class ModelConfig(LayerOptions):
         "Activation of the MLP.",
         derive=("gelu_tanh for gpt, swiglu for llama", lambda v, _: _activation(v)),
     )
-    swiglu_alpha: float = option("Slope of the sigmoid of clamped_swiglu.", default=1.702, above=0)
+    swiglu_alpha: float = option("Slope of the sigmoid of clamped_swiglu and quick_geglu.", default=1.702, above=0)
     swiglu_limit: float = option("Limit of gate and up of clamped_swiglu.", default=7.0, above=0)
+    swiglu_offset: float = option(
+        "Offset of up in clamped_swiglu and quick_geglu.",
+        minimum=0,
+        derive=("0 for quick_geglu, else 1", lambda v, _: float(v["activation"] != "quick_geglu")),
+    )
     normalization: Normalization = option(
         "Normalization; rmsnorm_1p multiplies by 1 + weight.",
         derive=("rmsnorm for llama, else layernorm", lambda v, _: "rmsnorm" if _is_llama(v) else "layernorm"),
@@ -178,6 +184,7 @@ class ModelConfig(LayerOptions):
         "Soft cap of the output layer's logits; none: no cap.", default=None, above=0
     )
     attention_sinks: bool = option("Give each attention head a learned sink in its softmax.", default=False)
+    softmax_off_by_one: bool = option("Add 1 to the denominator of each attention's softmax.", default=False)
     relative_attention_num_buckets: int = option("Number of relative-position buckets (t5).", default=32, minimum=4)
     relative_attention_max_distance: int = option(
         "Distance in tokens of the last relative-position bucket (t5).", default=128, minimum=4
