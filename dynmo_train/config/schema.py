@@ -140,7 +140,7 @@ class ModelConfig(LayerOptions):
     )
     activation: Activation = option(
         "Activation of the MLP.",
-        derive=("gelu_tanh for gpt, swiglu for llama", lambda v, _: _activation(v)),
+        derive=("gelu_tanh for gpt, swiglu for llama, gelu for bert and t5", lambda v, _: _activation(v)),
     )
     swiglu_alpha: float = option("Slope of the sigmoid of clamped_swiglu and quick_geglu.", default=1.702, above=0)
     swiglu_limit: float = option("Limit of gate and up of clamped_swiglu.", default=7.0, above=0)

@@ -28,6 +28,7 @@ UNSUPPORTED_PROGRAMS: Mapping[str, str] = {
     "pretrain_retro.py": "RETRO is not supported; train with pretrain_gpt.py",
     "train_rl.py": "reinforcement learning is not supported; train with pretrain_gpt.py",
 }
+ENCODER_PROGRAMS = frozenset({"pretrain_bert.py", "pretrain_ict.py", "pretrain_t5.py"})
 _PREFIXES = frozenset({"nohup", "time", "exec", "stdbuf", "unbuffer", "command"})
 _SHELLS = frozenset({"bash", "sh"})
 
@@ -451,6 +452,8 @@ def _program(
         arguments = harness_words(arguments, notes)
     elif name.startswith("convert_megatron_"):
         arguments = converter_words(arguments, notes)
+    elif name in ENCODER_PROGRAMS:
+        arguments = _with_fused_activation(arguments, notes)
     words = [*command, *arguments]
     if command[0] != "dynmo-train":
         if launch.kind:
@@ -460,6 +463,29 @@ def _program(
     if launcher:
         words = ["dynmo-train", "launch", *launcher, "--", *words[1:]]
     return OurCommand(words, notes, environment)
+
+
+def _with_fused_activation(arguments: list[str], notes: list[str]) -> list[str]:
+    """The arguments of Megatron's BERT, ICT and T5, whose fused kernel of bias and GELU has the tanh form.
+
+    Without the command of Megatron these families have the exact form, as in transformers.
+
+    Args:
+        arguments: arguments of the program.
+        notes: notes for the user, which this extends.
+
+    Raises:
+        _Refused: relative positions, which are those of another T5 here.
+    """
+    names = {word.partition("=")[0] for word in arguments}
+    if "relative" in " ".join(arguments).replace("=", " ").split() and "--position-embedding-type" in names:
+        raise _Refused(
+            "--position-embedding-type relative is T5 with ReLU and RMSNorm here, which Megatron-LM's is not; use learned"
+        )
+    if names & {"--activation", "--no-bias-gelu-fusion", "--openai-gelu"}:
+        return arguments
+    notes.append("--activation gelu_tanh: the function of Megatron-LM's fused kernel of bias and GELU")
+    return ["--activation", "gelu_tanh", *arguments]
 
 
 def _own_command(name: str, arguments: list[str], environment: dict[str, str]) -> OurCommand | str:

@@ -16,11 +16,12 @@ from .problem import Rule, conflict, unsupported
 
 MOE_FAMILIES = DECODERS = ("gpt", "llama")
 DECODER_OPTIONS = (
-    *("rotary_percent", "rotary_scaling", "activation", "normalization", "norm_placement", "qk_norm"),
+    *("rotary_percent", "rotary_scaling", "normalization", "norm_placement", "qk_norm"),
     *("add_bias_linear", "add_qkv_bias", "mlp_bias", "embedding_scale", "attention_scale"),
     *("layer_types", "local_rotary_base", "attn_logit_softcapping", "final_logit_softcapping", "attention_sinks"),
     *("swiglu_alpha", "swiglu_limit", "swiglu_offset", "softmax_off_by_one"),
 )
+ENCODER_ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
 FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "encoder_num_layers": ("t5",),
     "decoder_num_layers": ("t5",),
@@ -216,6 +217,10 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
             "--position-embedding-type",
             f"is {model.position_embedding_type}; must be {' or '.join(positions)} for {model.family}",
         )
+    if model.base_family not in DECODERS:
+        allowed = ("relu",) if model.position_embedding_type == "relative" else ENCODER_ACTIVATIONS
+        if model.activation not in allowed:
+            yield conflict("--activation", f"is {model.activation}; must be {' or '.join(allowed)} for {model.family}")
     if model.num_attention_heads % model.num_query_groups:
         yield conflict(
             "--num-query-groups",

@@ -497,6 +497,11 @@ GROUPS = ("decay", "no_decay")
 EXTRA = ("data_position", "class_names", "loss_spikes")
 
 
+def _remedy(key: str, stored: Mapping[str, Any]) -> str:
+    """How to train the model of the checkpoint, where one option decides."""
+    return f" (--activation {stored[key]} trains the model of the checkpoint)" if key == "activation" else ""
+
+
 def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bool = True) -> None:
     """Check that a checkpoint is of the model of this run.
 
@@ -513,7 +518,7 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
     resumes = resumes and checkpoint.manifest.get("optimizer") is not None
     expected, differences = compare_adapters(stored, family.manifest(), resumes=resumes)
     differences += [
-        f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
+        f"{key} is {short_repr(stored.get(key))} there and {value!r} here{_remedy(key, stored)}"
         for key, value in expected.items()
         if stored.get(key, FORMER_VALUES.get(key)) != value
         and key not in RECORDS
