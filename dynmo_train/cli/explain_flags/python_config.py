@@ -15,7 +15,7 @@ the caller refuses by name.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,12 +80,13 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
     }
 
 
-def read_python_config(text: str, function: str | None = None) -> PythonConfig:
+def read_python_config(text: str, function: str | None = None, modules: Sequence[str] = ()) -> PythonConfig:
     """Read a configuration of Megatron-Bridge or torchtitan.
 
     Args:
         text: Python source.
         function: name of the function; None takes the only one of the file.
+        modules: sources of modules whose functions and constants the file imports.
 
     Raises:
         UsageError: not Python, no such function, or several without a name.
@@ -102,7 +103,8 @@ def read_python_config(text: str, function: str | None = None) -> PythonConfig:
     returned = ast.unparse(functions[name].returns or ast.Constant(None))
     found = PythonConfig("torchtitan" if returned == "Trainer.Config" else "Megatron-Bridge", name)
     try:
-        _Reader(tree, functions, found).read(functions[name])
+        others = [_tree(module) for module in modules]
+        _Reader([*others, tree], found).read(functions[name])
     except RecursionError as error:
         raise UsageError(f"{name}: is nested too deeply") from error
     return found
@@ -116,12 +118,15 @@ def _names(functions: Mapping[str, Any]) -> str:
 class _Reader:
     """Follows the statements of a function, and of those that it calls."""
 
-    def __init__(self, tree: ast.Module, functions: Mapping[str, ast.FunctionDef], found: PythonConfig) -> None:
-        self.functions, self.found = functions, found
-        self.helpers = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    def __init__(self, trees: Sequence[ast.Module], found: PythonConfig) -> None:
+        self.found = found
+        # The last file, whose function is read, has precedence.
+        body = [node for tree in trees for node in tree.body]
+        self.functions = {name: node for tree in trees for name, node in _functions(tree).items()}
+        self.helpers = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
         self.calls = 0
         self.constants: dict[str, Any] = {}
-        for node in tree.body:
+        for node in body:
             target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
             target = node.target if isinstance(node, ast.AnnAssign) else target
             if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
