@@ -113,34 +113,49 @@ def translate(
         if word == "--use-distributed-optimizer" and (strategy := _sharding_strategy(arguments)):
             # In Megatron both together shard by the strategy, in any order.
             notes.append(f"{word}: {strategy} selects what is sharded")
-            continue
-        if known.neutral is not None and values == [known.neutral]:
+        elif known.neutral is not None and values == [known.neutral]:
             notes.append(f"{word}: {known.neutral} changes nothing")
         elif known.kind == "becomes" and known.arguments[0] in declared:
-            values = [" ".join(values)] if known.num_values is None else values
-            renamed = [known.renamed_values.get(each, each) for each in values]
-            translated += [*known.arguments, *([] if known.drop_values else renamed)]
-            translated += [word for each in values for word in known.value_arguments.get(each, ())]
+            translated += _replacement(known, values)
         elif known.kind == "ignored" and (not known.families or family in known.families):
             notes.append(f"{word}: {known.reason}")
         else:
             problems.append(Problem(word, "unsupported", _remedy(known)))
     combination = combine(combined, others, family)
     translated += combination.arguments
-    notes += combination.notes
     problems += combination.problems
     problems += [
         Problem(word, "unsupported", "is not supported by this command: leave out the flags that become it")
         for word in combination.arguments
         if is_flag(word) and word not in declared
     ]
+    notes += [*combination.notes, *_remove_without_effect(translated, others)]
+    return TranslatedCommand(tuple(translated), tuple(notes), tuple(problems))
+
+
+def _replacement(known: CompatFlag, values: Sequence[str]) -> list[str]:
+    """The words that a flag with its values becomes."""
+    values = [" ".join(values)] if known.num_values is None else values
+    renamed = [known.renamed_values.get(each, each) for each in values]
+    further = [word for each in values for word in known.value_arguments.get(each, ())]
+    return [*known.arguments, *([] if known.drop_values else renamed), *further]
+
+
+def _remove_without_effect(translated: list[str], others: Mapping[str, str]) -> list[str]:
+    """Remove flags that have no effect in Megatron next to others; the notes on them.
+
+    Args:
+        translated: words of the translated command, which this changes.
+        others: flags of the command to their values.
+    """
+    notes = []
     if _has_sequence_parallel_alone(translated):
         translated.remove(_SEQUENCE)
         notes.append(f"{_SEQUENCE}: no effect with {_TENSOR} 1")
     if _PRE_SOFTMAX in translated and others.get("--moe-router-score-function") == "sigmoid":
         translated.remove(_PRE_SOFTMAX)
         notes.append(f"{_PRE_SOFTMAX}: no effect with --moe-router-score-function sigmoid")
-    return TranslatedCommand(tuple(translated), tuple(notes), tuple(problems))
+    return notes
 
 
 def _sharding_strategy(arguments: Sequence[str]) -> str | None:

@@ -99,9 +99,7 @@ FLAGS: Mapping[str, CompatFlag] = {
         "use --cuda-graph, which captures layer by layer",
         1,
         neutral="none",
-        by_value=dict.fromkeys(
-            ("local", "transformer_engine"), becomes("--cuda-graph", values=1, drop_values=True)
-        ),
+        by_value=dict.fromkeys(("local", "transformer_engine"), becomes("--cuda-graph", values=1, drop_values=True)),
     ),
     "--cuda-graph-scope": ignored("--cuda-graph captures attention and MLP blocks", None),
     "--use-flash-attn": ignored("scaled_dot_product_attention selects the kernel"),

@@ -42,6 +42,12 @@ class LayerOptions:
     )
     yarn_beta_fast: float = option("Turns above which yarn keeps a frequency.", default=32.0, above=0)
     yarn_beta_slow: float = option("Turns below which yarn divides a frequency.", default=1.0, above=0)
+    swiglu_offset: float = option(
+        "Offset of up in clamped_swiglu and quick_geglu.",
+        minimum=0,
+        derive=("0 for quick_geglu, else 1", lambda v, _: float(v.get("activation") != "quick_geglu")),
+    )
+    softmax_off_by_one: bool = option("Add 1 to the denominator of each attention's softmax.", default=False)
     yarn_correction_range_round_to_int: bool = option(
         "Round the planes between which --rope-type yarn interpolates.", default=True
     )

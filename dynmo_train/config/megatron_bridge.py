@@ -120,6 +120,24 @@ def field_words(name: str, value: Any, is_known: Callable[[str], bool]) -> Field
         value: None, a boolean, number, string, or a list of these.
         is_known: whether an option of Megatron-LM exists.
     """
+    if (found := _without_flag(name, value)) is not None:
+        return found
+    flag = flag_of_field(name, is_known)
+    if flag is None:
+        return FieldWords((), "refused", "has no option here or in Megatron-LM: leave it out")
+    is_negative = flag.startswith(("--no-", "--disable-"))
+    if isinstance(value, bool):
+        return _switch(flag, value, is_negative, is_known)
+    if flag == "--bf16":
+        return FieldWords((flag,)) if value == "bfloat16" else _ignored("float32 is the default")
+    if is_negative:
+        return _ignored("is the default of Megatron-LM")
+    values = _blend(value) if name == "dataset.blend" else value if isinstance(value, list) else [value]
+    return FieldWords((flag, *(_TYPES.get(str(each), str(each)) for each in values)))
+
+
+def _without_flag(name: str, value: Any) -> FieldWords | None:
+    """A field that has no option of Megatron-LM under its name, or is not set; None for others."""
     if name == "dataset.blend" and value is None:
         return FieldWords(("--mock-data",))
     if value is None:
@@ -128,27 +146,25 @@ def field_words(name: str, value: Any, is_known: Callable[[str], bool]) -> Field
         return _ignored(WITHOUT_OPTION[name])
     if name == "mixed_precision" and value in _PRECISIONS:
         return FieldWords((_PRECISIONS[str(value)],))
-    if name in REFUSED:
-        return FieldWords((), "refused", REFUSED[name])
-    flag = flag_of_field(name, is_known)
-    if flag is None:
-        return FieldWords((), "refused", "has no option here or in Megatron-LM: leave it out")
-    is_negative = flag.startswith(("--no-", "--disable-"))
-    if isinstance(value, bool):
-        if value != is_negative:
-            return FieldWords((flag,))
-        negative = f"--no-{flag.removeprefix('--')}"
-        if not is_negative and is_known(negative):
-            return FieldWords((negative,))
-        return _ignored("is the default of Megatron-LM" if is_negative else "is off")
-    if flag == "--bf16":
-        return FieldWords((flag,)) if value == "bfloat16" else _ignored("float32 is the default")
-    if name == "dataset.blend" and isinstance(value, list) and len(value) == 2 and isinstance(value[0], list):
-        paths, weights = value[0], value[1]
-        if not isinstance(weights, list):
-            return FieldWords((flag, *map(str, paths)))
-        return FieldWords((flag, *(str(word) for pair in zip(weights, paths, strict=False) for word in pair)))
-    values = value if isinstance(value, list) else [value]
-    if is_negative:
-        return _ignored("is the default of Megatron-LM")
-    return FieldWords((flag, *(_TYPES.get(str(each), str(each)) for each in values)))
+    return FieldWords((), "refused", REFUSED[name]) if name in REFUSED else None
+
+
+def _switch(flag: str, value: bool, is_negative: bool, is_known: Callable[[str], bool]) -> FieldWords:
+    """A field that is true or false, as a flag."""
+    if value != is_negative:
+        return FieldWords((flag,))
+    negative = f"--no-{flag.removeprefix('--')}"
+    if not is_negative and is_known(negative):
+        return FieldWords((negative,))
+    return _ignored("is the default of Megatron-LM" if is_negative else "is off")
+
+
+def _blend(value: Any) -> list[Any]:
+    """Paths of datasets, with their weights before them where there are any: ``[paths, weights]``."""
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)):
+        return value if isinstance(value, list) else [value]
+    paths: list[Any] = value[0]
+    weights = value[1]
+    if not isinstance(weights, list):
+        return paths
+    return [word for pair in zip(weights, paths, strict=False) for word in pair]

@@ -47,7 +47,8 @@ _IGNORED: Mapping[str, str] = {
         --disable-gloo-process-groups --microbatch-group-size-per-virtual-pipeline-stage/1
     """,
     "masters are float32, and gradients are accumulated in float32": """
-        --main-grads-dtype/1 --main-params-dtype/1 --megatron-fsdp-main-params-dtype/1 --megatron-fsdp-main-grads-dtype/1
+        --main-grads-dtype/1 --main-params-dtype/1 --megatron-fsdp-main-params-dtype/1
+        --megatron-fsdp-main-grads-dtype/1
         --ddp-reduce-scatter-with-fp32-accumulation --gtp-remat-reduce-scatter-with-fp32-accumulation
         --ddp-param-name-patterns-for-fp32-local-accumulation/*
     """,

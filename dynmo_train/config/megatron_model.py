@@ -3,9 +3,9 @@
 ``compat.translate`` collects the flags of ``COMBINED_FLAGS`` and adds the arguments of :func:`combine`; what a single
 one of them means, for ``cli/FLAGS.md`` and ``explain-flags``, is in ``COMBINED_FLAGS`` too::
 
-    --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0   ->  --activation clamped_swiglu ...
-    --window-size 127,0 --window-attn-skip-freq 2                             ->  --attention-window 128 --layer-types ...
-    --train-tokens 300000000000                                               ->  --train-samples, by --seq-length
+    --quick-geglu --activation-func-clamp-value 7    ->  --activation clamped_swiglu --swiglu-limit 7 ...
+    --window-size 127,0 --window-attn-skip-freq 2    ->  --attention-window 128 --layer-types sliding,full
+    --train-tokens 300000000000                      ->  --train-samples, by --seq-length
 """
 
 from __future__ import annotations
@@ -254,4 +254,3 @@ def _capacity(command: Combination, _family: str) -> None:
         command.notes.append(f"{flag}: is that of training, which applies to evaluation")
     elif evaluation is not None:
         command.refuse(flag, f"is {command.found[flag]}; the factor of training, {training}, applies to evaluation too")
-

@@ -144,11 +144,6 @@ class ModelConfig(LayerOptions):
     )
     swiglu_alpha: float = option("Slope of the sigmoid of clamped_swiglu and quick_geglu.", default=1.702, above=0)
     swiglu_limit: float = option("Limit of gate and up of clamped_swiglu.", default=7.0, above=0)
-    swiglu_offset: float = option(
-        "Offset of up in clamped_swiglu and quick_geglu.",
-        minimum=0,
-        derive=("0 for quick_geglu, else 1", lambda v, _: float(v["activation"] != "quick_geglu")),
-    )
     normalization: Normalization = option(
         "Normalization; rmsnorm_1p multiplies by 1 + weight.",
         derive=("rmsnorm for llama, else layernorm", lambda v, _: "rmsnorm" if _is_llama(v) else "layernorm"),
@@ -184,7 +179,6 @@ class ModelConfig(LayerOptions):
         "Soft cap of the output layer's logits; none: no cap.", default=None, above=0
     )
     attention_sinks: bool = option("Give each attention head a learned sink in its softmax.", default=False)
-    softmax_off_by_one: bool = option("Add 1 to the denominator of each attention's softmax.", default=False)
     relative_attention_num_buckets: int = option("Number of relative-position buckets (t5).", default=32, minimum=4)
     relative_attention_max_distance: int = option(
         "Distance in tokens of the last relative-position bucket (t5).", default=128, minimum=4

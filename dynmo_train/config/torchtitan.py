@@ -217,9 +217,7 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
         ("loss.global_vocab_size", "loss.loss_fn.global_vocab_size"), ignored("follows from --vocab-size", 1)
     ),
     **dict.fromkeys(("dataloader.dataset", "dataloader.dataset.dataset"), refused(_DATASET, 1)),
-    **dict.fromkeys(
-        ("validator.dataloader.dataset", "validator.dataloader.dataset.dataset"), refused(_VALIDATION, 1)
-    ),
+    **dict.fromkeys(("validator.dataloader.dataset", "validator.dataloader.dataset.dataset"), refused(_VALIDATION, 1)),
     "optimizer.param_groups": refused("use --optimizer and --lr, and --decoupled-lr for embeddings and head", None),
     "compile": refused("use --compile with its mode", 1),
     "training.max_context_length": becomes("--seq-length", values=1),

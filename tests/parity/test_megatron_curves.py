@@ -67,7 +67,8 @@ FAMILIES = {
     "off-by-one": ("gpt", MODEL + LLAMA + " --softmax-type off-by-one"),
     "gpt-oss": (
         "gpt",
-        MODEL + LLAMA.replace("--swiglu", "--quick-geglu").replace("embedding-type rope", "embedding-type yarn")
+        MODEL
+        + LLAMA.replace("--swiglu", "--quick-geglu").replace("embedding-type rope", "embedding-type yarn")
         + " --glu-linear-offset 1.0 --activation-func-clamp-value 0.25 --softmax-type learnable --window-size 3,0"
         " --window-attn-skip-freq 2 --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8"
         " --no-yarn-correction-range-round-to-int",
@@ -84,7 +85,8 @@ CASES = [(kind, name) for kind in FAMILIES for name in SCHEDULES if kind not in 
 def config_from(words: str, family: str) -> Any:
     """The configuration of the command that a command line of Megatron becomes."""
     ours = translate_program(["python", f"pretrain_{family}.py", *shlex.split(words)], "", {})
-    assert isinstance(ours, OurCommand) and ours.words[:3] == ["dynmo-train", "pretrain", family]
+    assert isinstance(ours, OurCommand)
+    assert ours.words[:3] == ["dynmo-train", "pretrain", family]
     command = typer.main.get_command(app).commands["pretrain"].commands[family]
     declared = {
         name: 0 if option.is_flag else option.nargs

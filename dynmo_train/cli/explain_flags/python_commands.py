@@ -1,4 +1,4 @@
-"""A Python configuration of Megatron-Bridge or torchtitan as a command line, and the fields that have no words in it."""
+"""A Python configuration of Megatron-Bridge or torchtitan as a command line, and its fields without words."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Configurations that other projects write as Python functions, read from their syntax tree; nothing is executed.
 
-Megatron-Bridge's recipes assign fields of a ``ConfigContainer``; torchtitan's registry calls the classes of its fields::
+Megatron-Bridge's recipes assign fields of a ``ConfigContainer``; torchtitan's registry calls classes::
 
     cfg = _pretrain_common()                     return Trainer.Config(
     cfg.train.train_iters = 1000                     training=TrainingConfig(steps=1000),
@@ -127,10 +127,9 @@ class _Reader:
         self.calls = 0
         self.constants: dict[str, Any] = {}
         for node in body:
-            target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-            target = node.target if isinstance(node, ast.AnnAssign) else target
-            if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                self.constants[target.id] = self.value(node.value, {})
+            target, value = _assigned(node)
+            if isinstance(target, ast.Name) and value is not None:
+                self.constants[target.id] = self.value(value, {})
 
     def read(self, function: ast.FunctionDef, arguments: Mapping[str, Any] | None = None) -> None:
         """Add the fields that a function sets.
@@ -157,21 +156,17 @@ class _Reader:
             if node.value is not None and not (isinstance(node.value, ast.Name) and node.value.id in own):
                 self._base(node.value, names)
             return
-        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target := getattr(node, "target", target), ast.Name):
-            assert node.value is not None or isinstance(node, ast.AnnAssign)
-            if node.value is not None and self._is_base(node.value, own):
-                own.add(target.id)
-                self._base(node.value, names)
-            elif node.value is not None:
-                names[target.id] = self.value(node.value, names)
-            return
-        path = _path(target) if isinstance(target, ast.Attribute) else None
-        if path is not None and path[0] in own and isinstance(node, ast.Assign):
-            self._set(".".join(path[1:]), node.value, names)
-            return
-        # A condition, a loop, or a call that takes the configuration and changes it.
-        if any(isinstance(part, ast.Name) and part.id in own for part in ast.walk(node)):
+        target, value = _assigned(node)
+        path = _path(target) if target is not None else None
+        if path is not None and value is not None and len(path) > 1 and path[0] in own:
+            self._set(".".join(path[1:]), value, names)
+        elif path is not None and value is not None and len(path) == 1 and self._is_base(value, own):
+            own.add(path[0])
+            self._base(value, names)
+        elif path is not None and value is not None and len(path) == 1:
+            names[path[0]] = self.value(value, names)
+        elif any(isinstance(part, ast.Name) and part.id in own for part in ast.walk(node)):
+            # A condition, a loop, or a call that takes the configuration and changes it.
             self.found.unread.append(ast.unparse(node).splitlines()[0][:120])
 
     def _is_base(self, node: ast.expr, own: set[str]) -> bool:
@@ -271,9 +266,18 @@ def _defaults(function: ast.FunctionDef) -> list[tuple[str, ast.expr]]:
     positional = [*arguments.posonlyargs, *arguments.args]
     pairs = list(zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True))
     pairs += [
-        (name, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value is not None
+        (name, value)
+        for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if value is not None
     ]
     return [(name.arg, value) for name, value in pairs]
+
+
+def _assigned(node: ast.stmt) -> tuple[ast.expr | None, ast.expr | None]:
+    """Target and value of an assignment to one target; None for other statements."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        return node.targets[0], node.value
+    return (node.target, node.value) if isinstance(node, ast.AnnAssign) else (None, None)
 
 
 def _path(node: ast.expr) -> list[str] | None:

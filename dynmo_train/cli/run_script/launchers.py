@@ -446,14 +446,7 @@ def _program(
         notes.append("the container is ignored: the command runs in this environment")
     # A line that is continued within quotes leaves a backslash behind.
     arguments = [word for word in arguments if word.strip() != "\\" and not re.fullmatch(r"--local[-_]rank=.*", word)]
-    command = equivalent.split()
-    if equivalent == "dynmo-train tasks" and any(word.partition("=")[0] == "--tasks" for word in arguments):
-        command = ["dynmo-train", "evaluate", "lm-eval"]
-        arguments = harness_words(arguments, notes)
-    elif name.startswith("convert_megatron_"):
-        arguments = converter_words(arguments, notes)
-    elif name in ENCODER_PROGRAMS:
-        arguments = _with_fused_activation(arguments, notes)
+    command, arguments = _command_words(name, equivalent, arguments, notes)
     words = [*command, *arguments]
     if command[0] != "dynmo-train":
         if launch.kind:
@@ -463,6 +456,24 @@ def _program(
     if launcher:
         words = ["dynmo-train", "launch", *launcher, "--", *words[1:]]
     return OurCommand(words, notes, environment)
+
+
+def _command_words(name: str, equivalent: str, arguments: list[str], notes: list[str]) -> tuple[list[str], list[str]]:
+    """The command of a program, and its arguments.
+
+    Args:
+        name: file name of the program.
+        equivalent: its equivalent in the table of published scripts.
+        arguments: arguments of the program.
+        notes: notes for the user, which this extends.
+    """
+    if equivalent == "dynmo-train tasks" and any(word.partition("=")[0] == "--tasks" for word in arguments):
+        return ["dynmo-train", "evaluate", "lm-eval"], harness_words(arguments, notes)
+    if name.startswith("convert_megatron_"):
+        return equivalent.split(), converter_words(arguments, notes)
+    if name in ENCODER_PROGRAMS:
+        return equivalent.split(), _with_fused_activation(arguments, notes)
+    return equivalent.split(), arguments
 
 
 def _with_fused_activation(arguments: list[str], notes: list[str]) -> list[str]:
@@ -480,7 +491,7 @@ def _with_fused_activation(arguments: list[str], notes: list[str]) -> list[str]:
     names = {word.partition("=")[0] for word in arguments}
     if "relative" in " ".join(arguments).replace("=", " ").split() and "--position-embedding-type" in names:
         raise _Refused(
-            "--position-embedding-type relative is T5 with ReLU and RMSNorm here, which Megatron-LM's is not; use learned"
+            "--position-embedding-type relative is T5 with ReLU and RMSNorm here, unlike Megatron-LM's; use learned"
         )
     if names & {"--activation", "--no-bias-gelu-fusion", "--openai-gelu"}:
         return arguments

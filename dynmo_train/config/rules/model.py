@@ -217,10 +217,6 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
             "--position-embedding-type",
             f"is {model.position_embedding_type}; must be {' or '.join(positions)} for {model.family}",
         )
-    if model.base_family not in DECODERS:
-        allowed = ("relu",) if model.position_embedding_type == "relative" else ENCODER_ACTIVATIONS
-        if model.activation not in allowed:
-            yield conflict("--activation", f"is {model.activation}; must be {' or '.join(allowed)} for {model.family}")
     if model.num_attention_heads % model.num_query_groups:
         yield conflict(
             "--num-query-groups",
@@ -279,6 +275,15 @@ def _rotary(config: Config) -> Iterator[Problem]:
                 "--rotary-scaling",
                 f"has {len(scaling[name])} numbers in {name}; must be {width // 2}, one for two elements",
             )
+
+
+def _encoder(config: Config, _world_size: int) -> Iterator[Problem]:
+    """The activation of encoders."""
+    model = config.model
+    if model.base_family not in DECODERS:
+        allowed = ("relu",) if model.position_embedding_type == "relative" else ENCODER_ACTIVATIONS
+        if model.activation not in allowed:
+            yield conflict("--activation", f"is {model.activation}; must be {' or '.join(allowed)} for {model.family}")
 
 
 def _decoder(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -417,6 +422,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     _shape,
     _routing,
     _family,
+    _encoder,
     _decoder,
     _latent,
     _prediction,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,11 +49,11 @@ def wide_pretrain_config() -> ConfigContainer:
     cfg.model.tensor_model_parallel_size = 2**3
     return cfg
 '''
-COMMON = '''
+COMMON = """
 def _pretrain_common() -> ConfigContainer:
     cfg = ConfigContainer(train=TrainingConfig(train_iters=3, micro_batch_size=2), mixed_precision="bf16_mixed")
     return cfg
-'''
+"""
 TITAN = """
 def base() -> Trainer.Config:
     spec = model_registry("8B")
@@ -191,14 +190,14 @@ def f(x=open({str(trap)!r}, "w")) -> ConfigContainer:
 
 def test_functions_that_call_themselves_end():
     text = "def f() -> ConfigContainer:\n    cfg = f()\n    return cfg\n"
-    with pytest.raises(UsageError, match="calls more than|nested too deeply"):
+    with pytest.raises(UsageError, match=r"calls more than|nested too deeply"):
         read_python_config(text)
+
+
+def test_expressions_nested_too_deeply_are_refused_or_unknown():
     deep = "def f() -> ConfigContainer:\n    cfg = ConfigContainer()\n    cfg.a = " + "+".join(["1"] * 5000) + "\n"
-    try:
+    with pytest.raises(UsageError, match=r"recursion|deep"):
         read_python_config(deep)
-    except UsageError as error:
-        assert "deep" in str(error) or "Python" in str(error)
-    assert sys.getrecursionlimit() < 100_000
 
 
 def run(*arguments):
