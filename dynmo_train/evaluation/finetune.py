@@ -442,5 +442,5 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
 def model_options(model: Mapping[str, Any]) -> dict[str, Any]:
     """Model options from a manifest's ``model``, for those that the command line leaves out."""
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
-    sizes = {name: model[name] for name in (*names, "vocab_size", "layernorm_epsilon")}
+    sizes = {name: model[name] for name in (*names, "vocab_size", "layernorm_epsilon", "activation")}
     return {**sizes, "seq_length": model["max_position_embeddings"], "bert_no_binary_head": not model["num_tokentypes"]}
