@@ -145,7 +145,7 @@ def _remove_without_effect(translated: list[str], others: Mapping[str, str]) -> 
     """Remove flags that have no effect in Megatron next to others; the notes on them.
 
     Args:
-        translated: words of the translated command, which this changes.
+        translated: arguments of the translated command, which this changes.
         others: flags of the command to their values.
     """
     notes = []

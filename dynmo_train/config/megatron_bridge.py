@@ -48,7 +48,7 @@ NAMES: Mapping[str, str] = {
     "rng.seed": "--seed",
     "scheduler.max_lr": "--lr",
 }
-# Fields that are no option of Megatron-LM, and why they have no effect on a run of this package.
+# Fields without an option of Megatron-LM, and why they have no effect on a run of this package.
 WITHOUT_OPTION: Mapping[str, str] = {
     "env_vars": "environment of kernels and of collectives; results do not depend on it",
     "comm_overlap": "no effect on results",
@@ -81,7 +81,7 @@ _TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class FieldWords:
-    """A field as words of a command line, or why it has none.
+    """A field as a flag of a command line, or why it has none.
 
     Attributes:
         words: a flag with its values; empty without one.

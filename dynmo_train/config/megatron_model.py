@@ -153,7 +153,7 @@ def _windows(command: Combination, _family: str) -> None:
         command.refuse(flag, f"is {found[flag]}; must be LEFT,0: a token attends to earlier tokens only")
         return
     if before == -1:
-        command.notes.append(f"{flag}: {found[flag]} is no window")
+        command.notes.append(f"{flag}: {found[flag]} includes all earlier tokens")
         return
     command.arguments += ["--attention-window", str(before + 1)]
     if skipped in found and (types := _layer_types(command, found[skipped])):

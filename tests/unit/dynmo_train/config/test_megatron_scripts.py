@@ -132,7 +132,7 @@ EXPECTED = {
     },
     "deepspeed-gpt-distributed-mp": {"parallel.pipeline_model_parallel_size": 2, "precision.fp16": True},
 }
-# Attention with sinks has no dropout here: the script must say so.
+# Attention with sinks has no dropout here: the script must set it to 0.
 MORE = {"gpt-oss": ["--attention-dropout", "0"]}
 SIZES = {
     "gpt3-175b": 128,

@@ -66,7 +66,7 @@ def test_row_same_parses_to_the_named_key(row):
         assert str(parsed([row.flag, sample(spec)])[spec.name]) == sample(spec)
 
 
-@pytest.mark.parametrize("row", [row for row in of("renamed") if flag_of(row) not in COMBINED_FLAGS])
+@pytest.mark.parametrize("row", [each for each in of("renamed") if each.id not in COMBINED_FLAGS])
 def test_row_renamed_parses_to_our_option(row):
     known = FLAGS[flag_of(row)]
     name = known.arguments[-1] if known.arguments[-1].startswith("--") else known.arguments[-2]
