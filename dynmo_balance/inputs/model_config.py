@@ -177,7 +177,7 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
         ffn=_first_value(config, "ffn_hidden_size", default=4 * sizes["hidden"]),
         vocabulary=_padded_vocabulary(config, sizes["vocabulary"], source),
         sequence=_first_value(config, "seq_length", "max_position_embeddings", default=1024),
-        gated=llama or config.get("activation") in ("swiglu", "geglu", "clamped_swiglu"),
+        gated=llama or config.get("activation") in ("swiglu", "geglu", "clamped_swiglu", "quick_geglu"),
         experts=experts,
         experts_per_token=min(experts, _first_value(config, "moe_top_k", "moe_router_topk", default=2)),
         tied=_first_value(config, "tied_embeddings", default=not untied),

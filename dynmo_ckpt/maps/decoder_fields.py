@@ -10,7 +10,8 @@ from typing import Any
 
 # The names of shapes of decoders; they are interchangeable where all fields are stated.
 DECODERS = ("gpt", "llama")
-GATED = ("swiglu", "geglu", "clamped_swiglu")
+SIGMOID_GATED = ("clamped_swiglu", "quick_geglu")
+GATED = ("swiglu", "geglu", *SIGMOID_GATED)
 COMMON: Mapping[str, Any] = {
     "norm_placement": "pre",
     "qk_norm": None,
@@ -24,8 +25,10 @@ COMMON: Mapping[str, Any] = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "attention_sinks": False,
+    "softmax_off_by_one": False,
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
+    "swiglu_offset": 1.0,
     "moe_router_bias": False,
 }
 LLAMA: Mapping[str, Any] = {

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..io.reading import Reader, open_sources
-from ..maps.decoder_fields import GATED, decoder_fields
+from ..maps.decoder_fields import GATED, SIGMOID_GATED, decoder_fields
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor, sources
 from ..tensors.equality import as_numbers
@@ -194,9 +194,15 @@ class _Model:
             bias_NTS=bias_NTS,
             window=window,
             cap=self.fields["attn_logit_softcapping"],
-            sinks_N=self.load(f"{name}.sinks") if self.fields["attention_sinks"] else None,
+            sinks_N=self.sinks(name, heads),
         )
         return self.after(name, self.linear(f"{name}.dense", mixed_TR))
+
+    def sinks(self, name: str, heads: int) -> Array | None:
+        """A further logit of each head's softmax; None without."""
+        if self.fields["softmax_off_by_one"]:
+            return np.zeros(heads, np.float32)
+        return self.load(f"{name}.sinks") if self.fields["attention_sinks"] else None
 
     def latent_attention(self, name: str, x_TD: Array, *, causal: bool) -> Array:
         """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), by its formulas."""
@@ -306,7 +312,9 @@ class _Model:
             gate_TF, up_TF = self.linear(f"{name}.gate", x_TD), self.linear(f"{name}.up", x_TD)
             if self.model["activation"] == "clamped_swiglu":
                 limit = np.float32(self.fields["swiglu_limit"])
-                gate_TF, up_TF = np.minimum(gate_TF, limit), np.clip(up_TF, -limit, limit) + 1
+                gate_TF, up_TF = np.minimum(gate_TF, limit), np.clip(up_TF, -limit, limit)
+            if self.model["activation"] in SIGMOID_GATED:
+                up_TF = up_TF + np.float32(self.fields["swiglu_offset"])
             inner_TF: Array = self.activate(gate_TF) * up_TF
             return self.linear(f"{name}.fc2", inner_TF)
         return self.linear(f"{name}.fc2", self.activate(self.linear(f"{name}.fc1", x_TD)))
@@ -316,8 +324,8 @@ class _Model:
             return np.maximum(x, np.float32(0))
         if self.model["activation"] == "squared_relu":
             return np.square(np.maximum(x, np.float32(0)))
-        if self.model["activation"] in ("swiglu", "clamped_swiglu"):
-            slope = self.fields["swiglu_alpha"] if self.model["activation"] == "clamped_swiglu" else 1
+        if self.model["activation"] in ("swiglu", *SIGMOID_GATED):
+            slope = self.fields["swiglu_alpha"] if self.model["activation"] in SIGMOID_GATED else 1
             silu: Array = x / (1 + np.exp(np.float32(-slope) * x))
             return silu
         if self.model["activation"] in ("gelu_tanh", "geglu"):

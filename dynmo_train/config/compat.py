@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from .._common.document import Problem
 from .compat_flag import CompatFlag
 from .compat_flags import FLAGS
+from .megatron_model import COMBINED_FLAGS, combine
 
 # Options with several words as their value, which are joined to one; None: all words before the next flag.
 MULTI_WORD_FLAGS: Mapping[str, int | None] = {
@@ -29,12 +30,13 @@ MULTI_WORD_FLAGS: Mapping[str, int | None] = {
 }
 # Values that an option with the same name has under another name.
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
-    "--position-embedding-type": {"learned_absolute": "learned", "rope": "rotary"},
+    "--position-embedding-type": {"learned_absolute": "learned", "rope": "rotary", "yarn": "rotary"},
     "--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
     "--tokenizer-type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer"},
 }
 
 
+_PRE_SOFTMAX = "--moe-router-pre-softmax"
 _SEQUENCE, _TENSOR = "--sequence-parallel", "--tensor-model-parallel-size"
 
 
@@ -80,6 +82,8 @@ def translate(
     translated: list[str] = []
     notes: list[str] = []
     problems: list[Problem] = []
+    combined: dict[str, str] = {}
+    others: dict[str, str] = {}
     at = 0
     while at < len(arguments):
         word, equals, value = arguments[at].partition("=")
@@ -91,6 +95,7 @@ def translate(
         if flag in declared:
             count = MULTI_WORD_FLAGS.get(flag, declared[flag])
             values, at = ([value], at) if equals else values_after(arguments, at, count)
+            others[flag] = " ".join(values)
             values = [RENAMED_VALUES.get(flag, {}).get(each, each) for each in values]
             is_joined = flag in MULTI_WORD_FLAGS and len(values) > 1
             translated += [flag, *([" ".join(map(_quoted, values))] if is_joined else values)]
@@ -100,25 +105,57 @@ def translate(
             translated.append(arguments[at - 1])  # the parser of the command suggests similar names
             continue
         values, at = ([value], at) if equals else values_after(arguments, at, known.num_values)
+        if known is COMBINED_FLAGS.get(word):
+            combined[word] = " ".join(values)
+            continue
+        others[word] = " ".join(values)
+        known = known.by_value.get(others[word], known)
         if word == "--use-distributed-optimizer" and (strategy := _sharding_strategy(arguments)):
             # In Megatron both together shard by the strategy, in any order.
             notes.append(f"{word}: {strategy} selects what is sharded")
-            continue
-        if known.neutral is not None and values == [known.neutral]:
+        elif known.neutral is not None and values == [known.neutral]:
             notes.append(f"{word}: {known.neutral} changes nothing")
         elif known.kind == "becomes" and known.arguments[0] in declared:
-            values = [" ".join(values)] if known.num_values is None else values
-            renamed = [known.renamed_values.get(each, each) for each in values]
-            translated += [*known.arguments, *([] if known.drop_values else renamed)]
-            translated += [word for each in values for word in known.value_arguments.get(each, ())]
+            translated += _replacement(known, values)
         elif known.kind == "ignored" and (not known.families or family in known.families):
             notes.append(f"{word}: {known.reason}")
         else:
             problems.append(Problem(word, "unsupported", _remedy(known)))
+    combination = combine(combined, others, family)
+    translated += combination.arguments
+    problems += combination.problems
+    problems += [
+        Problem(word, "unsupported", "is not supported by this command: leave out the flags that become it")
+        for word in combination.arguments
+        if is_flag(word) and word not in declared
+    ]
+    notes += [*combination.notes, *_remove_without_effect(translated, others)]
+    return TranslatedCommand(tuple(translated), tuple(notes), tuple(problems))
+
+
+def _replacement(known: CompatFlag, values: Sequence[str]) -> list[str]:
+    """The words that a flag with its values becomes."""
+    values = [" ".join(values)] if known.num_values is None else values
+    renamed = [known.renamed_values.get(each, each) for each in values]
+    further = [word for each in values for word in known.value_arguments.get(each, ())]
+    return [*known.arguments, *([] if known.drop_values else renamed), *further]
+
+
+def _remove_without_effect(translated: list[str], others: Mapping[str, str]) -> list[str]:
+    """Remove flags that have no effect in Megatron next to others; the notes on them.
+
+    Args:
+        translated: arguments of the translated command, which this changes.
+        others: flags of the command to their values.
+    """
+    notes = []
     if _has_sequence_parallel_alone(translated):
         translated.remove(_SEQUENCE)
         notes.append(f"{_SEQUENCE}: no effect with {_TENSOR} 1")
-    return TranslatedCommand(tuple(translated), tuple(notes), tuple(problems))
+    if _PRE_SOFTMAX in translated and others.get("--moe-router-score-function") == "sigmoid":
+        translated.remove(_PRE_SOFTMAX)
+        notes.append(f"{_PRE_SOFTMAX}: no effect with --moe-router-score-function sigmoid")
+    return notes
 
 
 def _sharding_strategy(arguments: Sequence[str]) -> str | None:

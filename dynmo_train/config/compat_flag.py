@@ -23,6 +23,7 @@ class CompatFlag:
         neutral: value of a flag that changes nothing; with it the flag is ignored.
         renamed_values: name of a value in the other project to its name here.
         value_arguments: value to further arguments that it becomes.
+        by_value: value to what the flag is with it, where that differs.
     """
 
     kind: Kind
@@ -34,6 +35,7 @@ class CompatFlag:
     neutral: str | None = None
     renamed_values: Mapping[str, str] = field(default_factory=dict)
     value_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    by_value: Mapping[str, CompatFlag] = field(default_factory=dict)
 
 
 def becomes(
@@ -44,6 +46,7 @@ def becomes(
     renamed_values: Mapping[str, str] | None = None,
     value_arguments: Mapping[str, tuple[str, ...]] | None = None,
     neutral: str | None = None,
+    by_value: Mapping[str, CompatFlag] | None = None,
 ) -> CompatFlag:
     """A flag with a counterpart in this package.
 
@@ -55,6 +58,7 @@ def becomes(
         renamed_values: name of a value in the other project to its name here.
         value_arguments: value to further arguments that it becomes.
         neutral: value that changes nothing; with it the flag is ignored.
+        by_value: value to what the flag is with it, where that differs.
     """
     return CompatFlag(
         kind="becomes",
@@ -65,6 +69,7 @@ def becomes(
         renamed_values=renamed_values or {},
         value_arguments=value_arguments or {},
         neutral=neutral,
+        by_value=by_value or {},
     )
 
 
@@ -79,12 +84,18 @@ def ignored(reason: str, values: int | None = 0, *families: str) -> CompatFlag:
     return CompatFlag(kind="ignored", reason=reason, num_values=values, families=families)
 
 
-def refused(remedy: str, values: int | None = 0, neutral: str | None = None) -> CompatFlag:
+def refused(
+    remedy: str,
+    values: int | None = 0,
+    neutral: str | None = None,
+    by_value: Mapping[str, CompatFlag] | None = None,
+) -> CompatFlag:
     """A flag that is an error.
 
     Args:
         remedy: what to write instead.
         values: number of values; None: all words before the next flag.
         neutral: value that changes nothing; with it the flag is ignored.
+        by_value: value to what the flag is with it, where that differs.
     """
-    return CompatFlag(kind="refused", reason=remedy, num_values=values, neutral=neutral)
+    return CompatFlag(kind="refused", reason=remedy, num_values=values, neutral=neutral, by_value=by_value or {})

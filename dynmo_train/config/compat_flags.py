@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from .compat_flag import CompatFlag, becomes, ignored, refused
 from .megatron_flags import MEGATRON_FLAGS
+from .megatron_model import COMBINED_FLAGS
 from .torchtitan import TORCHTITAN
 
 _OVERLAP = "no effect on results"
@@ -23,7 +24,6 @@ _KERNEL = "device and dtype choose the implementation of the experts"
 _FSDP = "not supported: use --zero-stage 1, 2 or 3"
 _OFFLOAD = "offloading is not supported: leave it out; --zero-stage shards parameters and optimizer state"
 _CONTEXT = "not supported: use --context-parallel-size"
-_TOKENS = "not supported: divide by --seq-length and use the option that ends in -samples"
 _ANALYSIS = "data analysis is not supported: use a curriculum in --deepspeed_config"
 _DISTILL = "distillation is not supported: leave it out"
 _RETRO = "RETRO is not supported: leave it out"
@@ -38,6 +38,7 @@ _PERPLEXITY = "not supported: run dynmo-train evaluate wikitext for each checkpo
 
 FLAGS: Mapping[str, CompatFlag] = {
     **MEGATRON_FLAGS,
+    **COMBINED_FLAGS,
     # Older names of Megatron
     "--model-parallel-size": becomes("--tensor-model-parallel-size", values=1),
     "--batch-size": becomes("--micro-batch-size", values=1),
@@ -94,13 +95,17 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--use-legacy-models": ignored("there is one implementation"),
     "--transformer-impl": ignored("there is one implementation", 1),
     "--enable-cuda-graph": becomes("--cuda-graph"),
-    "--cuda-graph-impl": refused("use --cuda-graph, which captures layer by layer", 1, neutral="none"),
+    "--cuda-graph-impl": refused(
+        "use --cuda-graph, which captures layer by layer",
+        1,
+        neutral="none",
+        by_value=dict.fromkeys(("local", "transformer_engine"), becomes("--cuda-graph", values=1, drop_values=True)),
+    ),
     "--cuda-graph-scope": ignored("--cuda-graph captures attention and MLP blocks", None),
     "--use-flash-attn": ignored("scaled_dot_product_attention selects the kernel"),
     "--attention-backend": ignored("scaled_dot_product_attention selects the kernel", 1),
     "--attention-softmax-in-fp32": ignored("always on"),
     "--no-masked-softmax-fusion": ignored(_OVERLAP),
-    "--no-bias-gelu-fusion": ignored("--activation selects the form: gelu_tanh, as Megatron's fused kernel, or gelu"),
     "--no-bias-dropout-fusion": ignored(_OVERLAP),
     "--no-bias-swiglu-fusion": ignored(_OVERLAP),
     "--no-rope-fusion": ignored(_OVERLAP),
@@ -123,14 +128,13 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--muon-no-split-qkv": becomes("--no-muon-split-qkv"),
     "--muon-fp32-matmul-prec": ignored("Newton-Schulz iterations are computed in bfloat16", 1),
     "--muon-use-syrk": ignored(_OVERLAP),
-    "--muon-scalar-optimizer": refused("not supported: other parameters are updated by AdamW; remove it", 1),
+    "--muon-scalar-optimizer": refused(
+        "not supported: other parameters are updated by AdamW; remove it", 1, neutral="adam"
+    ),
     "--use-distributed-optimizer": becomes("--zero-stage", "1"),
     "--num-distributed-optimizer-instances": becomes("--hsdp", values=1),
     "--keep-last": ignored("the last batch is always used"),
     # Architecture of decoders
-    "--swiglu": becomes("--activation", "swiglu"),
-    "--squared-relu": becomes("--activation", "squared_relu"),
-    "--disable-bias-linear": becomes("--no-add-bias-linear"),
     "--no-position-embedding": ignored("implied by rotary embeddings", 0, "gpt", "llama"),
     "--use-rotary-position-embeddings": becomes("--position-embedding-type", "rotary"),
     "--apply-layernorm-1p": ignored("the same model: norms are stored as whole weights and have no weight decay"),
@@ -158,14 +162,12 @@ FLAGS: Mapping[str, CompatFlag] = {
     # The weight of one expert is its probability among all of them.
     "--topk": becomes("--moe-router-topk", values=1, value_arguments={"1": ("--moe-router-pre-softmax",)}),
     "--num-experts-switch": becomes("--moe-router-topk", "1", "--moe-router-pre-softmax", "--num-experts", values=1),
-    "--moe-eval-capacity-factor": refused("--moe-expert-capacity-factor applies to evaluation too: leave it out", 1),
     "--moe-min-capacity": refused("not supported: leave it out, or use a larger --moe-expert-capacity-factor", 1),
     "--disable-moe-token-dropping": refused(
         "without --moe-expert-capacity-factor and --moe-train-capacity-factor no token is dropped: leave all out"
     ),
     "--disable-moe-top2-2nd-expert-sampling": ignored("experts are not sampled"),
     "--create-moe-param-group": ignored("every layer has its own optimizer state"),
-    "--expert-interval": refused("every block has experts: leave it out", 1, neutral="1"),
     "--mlp-type": refused("residual experts are not supported: leave it out", 1, neutral="standard"),
     "--use-tutel": ignored(_KERNEL),
     "--moe-grouped-gemm": ignored(_KERNEL),
@@ -176,7 +178,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--moe-layer-recompute": ignored("--recompute-granularity covers all layers"),
     "--moe-router-dtype": ignored("routing is always computed in float32", 1),
     "--moe-per-layer-logging": ignored("not logged by layer"),
-    "--moe-router-force-load-balancing": refused("use --moe-routing balanced, which assigns tokens evenly"),
     "--expert-tensor-parallel-size": refused(
         "use --tensor-model-parallel-size and --expert-model-parallel-size", 1, neutral="1"
     ),
@@ -188,26 +189,20 @@ FLAGS: Mapping[str, CompatFlag] = {
         (
             "--apply-residual-connection-post-layernorm",
             "--embedding-weights-in-fp32",
-            "--enable-gpt-oss",
             "--fp32-residual-connection",
             "--init-method-xavier-uniform",
-            "--openai-gelu",
-            "--quick-geglu",
         ),
         refused(_MODEL),
     ),
-    **dict.fromkeys(
-        (
-            "--activation-func-clamp-value",
-            "--glu-linear-offset",
-            "--rotary-seq-len-interpolation-factor",
-        ),
-        refused(_MODEL, 1),
+    "--softmax-type": refused(
+        "not one of Megatron-LM's: use vanilla, learnable (--attention-sinks) or off-by-one (--softmax-off-by-one)",
+        1,
+        neutral="vanilla",
+        by_value={
+            "learnable": becomes("--attention-sinks", values=1, drop_values=True),
+            "off-by-one": becomes("--softmax-off-by-one", values=1, drop_values=True),
+        },
     ),
-    "--window-attn-skip-freq": refused("use --layer-types: sliding,full for every second layer", 1),
-    "--window-size": refused("use --attention-window N: --window-size N-1,0", 1),
-    "--softmax-type": refused("use --attention-sinks for learnable", 1, neutral="vanilla"),
-    "--no-yarn-correction-range-round-to-int": refused("use --rotary-scaling with truncate false"),
     "--random-ltd": refused("random layer token drop is not supported: use --mod-capacity"),
     **dict.fromkeys(("--kd", "--mos"), refused(_DISTILL)),
     **dict.fromkeys(
@@ -232,13 +227,19 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--fp8-e4m3": becomes("--fp8-format", "e4m3"),
     "--fp8-hybrid": becomes("--fp8-format", "hybrid"),
     "--fp8-param-gather": ignored("parameters are gathered in bfloat16"),
-    "--no-fp8-wgrad": becomes("--fp8-recipe", "rowwise_with_gw_hp"),
+    **dict.fromkeys(("--no-fp8-wgrad", "--disable-fp8-wgrad"), becomes("--fp8-recipe", "rowwise_with_gw_hp")),
+    "--megatron-fsdp-grad-comm-dtype": refused(
+        "gradients are reduced in float32 or bfloat16: use auto, fp32 or bf16 (--grad-reduce-in-bf16)",
+        1,
+        neutral="auto",
+        by_value={
+            "fp32": ignored("gradients are reduced in float32", 1),
+            "bf16": becomes("--grad-reduce-in-bf16", values=1, drop_values=True),
+        },
+    ),
     "--fp16-lm-cross-entropy": ignored("the loss is always computed in float32"),
     "--disable-bf16-reduced-precision-matmul": ignored("torch's default"),
     # Schedule, batches and data
-    "--train-tokens": refused(_TOKENS, 1),
-    "--lr-decay-tokens": refused(_TOKENS, 1),
-    "--lr-warmup-tokens": refused(_TOKENS, 1),
     "--step-batch-size-schedule": refused("not supported: use --rampup-batch-size", None),
     "--override-opt_param-scheduler": ignored(_SCHEDULE),
     "--override-lr-scheduler": ignored(_SCHEDULE),
@@ -269,9 +270,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     # Parallelism and placement
     "--enable-zbh1-pipeline": becomes("--schedule", "zero-bubble"),
     "--enable-zbh1-exact-semantics": ignored("steps are always exact"),
-    "--cp-comm-type": refused(
-        "keys and values are gathered: give all_gather, or remove it", None, neutral="all_gather"
-    ),
+    "--cp-comm-type": ignored("keys and values are always gathered", None),
     "--ds-sequence-parallel-size": refused(_CONTEXT, 1, neutral="1"),
     "--force-ds-sequence-parallel": refused(_CONTEXT),
     "--ds-sequence-parallel-fpdt": refused(_CONTEXT),

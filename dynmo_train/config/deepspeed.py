@@ -40,6 +40,32 @@ _PACE = {
     "difficulty_step": "curriculum_multiple",
     "root_degree": "curriculum_root_degree",
 }
+# Sections that change the training and are not supported -> what to do instead; without "enabled" they are off.
+_REFUSED = {
+    "scheduler": "use --lr-decay-style, --lr-warmup-iters, --lr-decay-iters and --min-lr, and remove the section",
+    "amp": "use bf16, or fp16",
+    "compression_training": "use --sparsify of dynmo-train, or remove the section",
+    "data_efficiency": "use curriculum_learning, or --mod-capacity for tokens that skip layers, and remove the section",
+    "elasticity": "use --max-restarts of dynmo-train launch, and remove the section",
+    "hybrid_engine": "use dynmo-train generate after the training, and remove the section",
+    "progressive_layer_drop": "use --mod-capacity, or remove the section",
+    "quantize_training": "use --fp8, or remove the section",
+    "sparse_attention": "use --sparse-attention, or --attention-window, and remove the section",
+    "tensor_parallel": "use --tensor-model-parallel-size, and remove the section",
+}
+_OFFLOADING = "offloading is not supported: remove it; a higher stage shards more"
+# Keys of zero_optimization that change results or memory, and are not supported unless they are off.
+_ZERO_REFUSED = {
+    "cpu_offload": _OFFLOADING,
+    "cpu_offload_params": _OFFLOADING,
+    "offload_optimizer": _OFFLOADING,
+    "offload_param": _OFFLOADING,
+    "zero_quantized_weights": "weights are gathered in their own type: remove it",
+    "zero_quantized_nontrainable_weights": "weights are gathered in their own type: remove it",
+    "zero_quantized_gradients": "use --grad-reduce-in-bf16 or --grad-comp: remove it",
+    "mics_shard_size": "use --hsdp: remove it",
+    "zero_hpz_partition_size": "use --hsdp: remove it",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +101,8 @@ def parse_deepspeed(document: Mapping[str, Any]) -> DeepSpeedOptions:
                     problems.append(found)
                 else:
                     values[name] = found
+        elif key in _REFUSED and _is_enabled(key, content):
+            problems.append(Problem(key, "unsupported", f"is not supported: {_REFUSED[key]}"))
         else:
             ignored.append(key)
     given = {name: value for name, value in values.items() if value != "auto"}
@@ -82,6 +110,34 @@ def parse_deepspeed(document: Mapping[str, Any]) -> DeepSpeedOptions:
 
 
 Found = Iterator[tuple[str, Any]]
+
+
+def _is_enabled(key: str, content: Any) -> bool:
+    """Whether a section is on: most have ``enabled``, and parts of the compression have one each."""
+    if not isinstance(content, Mapping):
+        return content not in (None, False, "auto")
+    if key == "compression_training":
+        return any(_has_enabled(part) for part in content.values())
+    if key == "tensor_parallel":
+        return content.get("autotp_size", 0) not in (0, 1, "auto")
+    if key in ("scheduler", "sparse_attention"):
+        return content.get("type", content.get("mode")) is not None
+    return content.get("enabled", False) is not False
+
+
+def _is_off(value: Any) -> bool:
+    """Whether the value of a key of ``zero_optimization`` leaves it out."""
+    if isinstance(value, Mapping):
+        return value.get("device") in (None, "none")
+    return value is None or value is False or value == "auto" or (type(value) is int and value in (-1, 0, 1))
+
+
+def _has_enabled(part: Any) -> bool:
+    """Whether an object, or one within it to the depth of DeepSpeed's files, is enabled."""
+    return isinstance(part, Mapping) and (
+        part.get("enabled", False) is not False
+        or any(isinstance(inner, Mapping) and inner.get("enabled", False) is not False for inner in part.values())
+    )
 
 
 def _mapped(content: Mapping[str, Any], names: Mapping[str, str]) -> Found:
@@ -127,6 +183,9 @@ def _bfloat(content: Mapping[str, Any]) -> Found:
 
 def _zero(content: Mapping[str, Any]) -> Found:
     yield "zero_stage", content.get("stage", 0)
+    for key, value in content.items():
+        if key in _ZERO_REFUSED and not _is_off(value):
+            yield key, Problem(f"zero_optimization.{key}", "unsupported", f"is not supported: {_ZERO_REFUSED[key]}")
     yield from _mapped({key: value for key, value in content.items() if key != "stage"}, {})
 
 
@@ -148,6 +207,9 @@ def _optimizer(content: Mapping[str, Any]) -> Found:
         if given.pop(key, None) is not None:
             message = "is not supported: give lr for both, and --decoupled-lr for embeddings and output layer"
             yield "optimizer", Problem(f"optimizer.params.{key}", "unsupported", message)
+    if given.get("adam_w_mode", True) is False:
+        message = "is false: weight decay is decoupled from the gradient; remove it, or set weight_decay to 0"
+        yield "optimizer", Problem("optimizer.params.adam_w_mode", "unsupported", message)
     betas = given.pop("betas", "auto")
     if betas != "auto":
         is_pair = isinstance(betas, list) and len(betas) == 2

@@ -27,7 +27,7 @@ def parse_layer_freq(text: str, num_layers: int) -> tuple[int, ...]:
     if number.isdecimal() and number.isascii() and 1 <= int(number[:9]) <= MAX_LAYERS:
         return tuple(int(layer % int(number) == 0) for layer in range(num_layers))
     try:
-        pattern = _Lists(text).pattern()
+        pattern = parse_layer_list(text)
     except ValueError as error:
         raise UsageError(f"{_FLAG} {short_repr(text)}: {error}; must be a number or a list, {example}") from error
     if len(pattern) != num_layers:
@@ -37,6 +37,18 @@ def parse_layer_freq(text: str, num_layers: int) -> tuple[int, ...]:
     if not any(pattern):
         raise UsageError(f"{_FLAG} {short_repr(text)}: no block has experts; leave --num-experts out")
     return pattern
+
+
+def parse_layer_list(text: str) -> tuple[int, ...]:
+    """Parse ``[0]*3+[1]*58`` into 0 or 1 for each layer.
+
+    Args:
+        text: lists of 0 and 1 with ``+``, ``*`` and parentheses.
+
+    Raises:
+        ValueError: another form.
+    """
+    return _Lists(text).pattern()
 
 
 class _Lists:

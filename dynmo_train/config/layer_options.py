@@ -42,6 +42,15 @@ class LayerOptions:
     )
     yarn_beta_fast: float = option("Turns above which yarn keeps a frequency.", default=32.0, above=0)
     yarn_beta_slow: float = option("Turns below which yarn divides a frequency.", default=1.0, above=0)
+    swiglu_offset: float = option(
+        "Offset of up in clamped_swiglu and quick_geglu.",
+        minimum=0,
+        derive=("0 for quick_geglu, else 1", lambda v, _: float(v.get("activation") != "quick_geglu")),
+    )
+    softmax_off_by_one: bool = option("Add 1 to the denominator of each attention's softmax.", default=False)
+    yarn_correction_range_round_to_int: bool = option(
+        "Round the planes between which --rope-type yarn interpolates.", default=True
+    )
     mtp_num_layers: int = option(
         "Number of further tokens that each position predicts.", default=0, minimum=0, maximum=MAX_PREDICTED
     )
@@ -50,6 +59,9 @@ class LayerOptions:
         "Inner size of an expert; none: --ffn-hidden-size.", default=None, minimum=1
     )
     moe_layer_freq: str = option("Blocks with experts: every N-th, or a list such as [0]*3+[1]*58.", default="1")
+    moe_router_force_load_balancing: bool = option(
+        "Route by random logits, for benchmarks: the router learns nothing.", default=False
+    )
     moe_router_group_experts: int | None = option(
         "Best experts that score a group; none: experts per chosen group.",
         default=None,
@@ -69,6 +81,7 @@ class LayerOptions:
             "original_max_position_embeddings": self.yarn_original_max_position_embeddings,
             "beta_fast": self.yarn_beta_fast,
             "beta_slow": self.yarn_beta_slow,
+            **({} if self.yarn_correction_range_round_to_int else {"truncate": False}),
         }
         if self.mscale and self.mscale_all_dim:
             return {**found, "mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}

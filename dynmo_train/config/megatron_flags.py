@@ -46,6 +46,14 @@ _IGNORED: Mapping[str, str] = {
         --high-priority-stream-groups/* --pipeline-model-parallel-comm-backend/1 --nccl-communicator-config-path/1
         --disable-gloo-process-groups --microbatch-group-size-per-virtual-pipeline-stage/1
     """,
+    "masters are float32, and gradients are accumulated in float32": """
+        --main-grads-dtype/1 --main-params-dtype/1 --megatron-fsdp-main-params-dtype/1
+        --megatron-fsdp-main-grads-dtype/1
+        --ddp-reduce-scatter-with-fp32-accumulation --gtp-remat-reduce-scatter-with-fp32-accumulation
+        --ddp-param-name-patterns-for-fp32-local-accumulation/*
+    """,
+    "gradients are always averaged over replicas": "--ddp-average-in-collective",
+    "ranks are ordered tensor, context, pipeline, data; the order changes no result": "--use-tp-pp-dp-mapping",
     "runs are always deterministic": "--deterministic-mode",
     "random numbers do not depend on the engine": "--te-rng-tracker",
     "--cuda-graph captures attention and MLP blocks": """
@@ -149,16 +157,14 @@ _REFUSED: Mapping[str, str] = {
         --no-rope-freq/1 --gtp-remat-opt-in-modules/* --moe-use-upcycling --moe-upcycling-granularity/1
         --output-logit-dtype/1 --freeze-all-layers
     """,
-    "multi-token prediction is not supported: leave it out": """
-        --mtp-standalone --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern/1
+    "not supported: each of --mtp-num-layers predictions has its own block and trains the embedding and head": """
+        --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm
     """,
-    "use --rotary-scaling with truncate true, its default": """
-        --yarn-correction-range-round-to-int
-    """,
+    "not supported: use --pipeline-model-parallel-layout, with m where the predictions are": "--mtp-standalone",
     "layers of Mamba are not supported: leave it out": """
         --spec/* --hybrid-layer-pattern/1 --hybrid-override-pattern/1 --is-hybrid-model --mamba-state-dim/1
         --mamba-head-dim/1 --mamba-num-groups/1 --mamba-num-heads/1 --disable-mamba-mem-eff-path
-        --mamba-training-ssm-states-dtype/1 --gdp-num-householder/1 --gdp-cutedsl-kernel
+        --mtp-hybrid-override-pattern/1 --mamba-training-ssm-states-dtype/1 --gdp-num-householder/1 --gdp-cutedsl-kernel
         --gdp-num-chunk-states-to-recompute/1
     """,
     "layers with different shapes are not supported: leave it out": """
@@ -183,19 +189,9 @@ _REFUSED: Mapping[str, str] = {
         --fp8-output-proj --te-precision-config-file/1 --reuse-grad-buf-for-mxfp8-param-ag
         --moe-dispatch-fwd-dtype/1=bf16 --moe-combine-bwd-dtype/1=bf16
     """,
-    "not supported: use --fp8-recipe rowwise_with_gw_hp, which computes weight gradients in bfloat16": """
-        --disable-fp8-wgrad
-    """,
-    "masters and gradients are float32: leave it out, or use --grad-reduce-in-bf16": """
-        --main-grads-dtype/1=fp32 --main-params-dtype/1=fp32 --megatron-fsdp-main-params-dtype/1=fp32
-        --megatron-fsdp-main-grads-dtype/1=auto --megatron-fsdp-grad-comm-dtype/1=auto
-        --ddp-reduce-scatter-with-fp32-accumulation --gtp-remat-reduce-scatter-with-fp32-accumulation
-        --ddp-param-name-patterns-for-fp32-local-accumulation/* --ddp-average-in-collective
-    """,
     "not supported: use --hsdp with --zero-stage": """
         --outer-dp-sharding-strategy/1=no_shard --enable-full-sharding-in-hsdp
     """,
-    "ranks are ordered tensor, context, pipeline, data: leave it out": "--use-tp-pp-dp-mapping",
     "reinforcement learning is not supported: leave it out": """
         --perform-rl-step --rl-prompts-per-eval/1 --grpo-prompts-per-step/1 --grpo-group-size/1
         --rl-generation-lag/1 --rl-max-inflight-requests/1 --rl-submission-granularity/1

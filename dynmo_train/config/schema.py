@@ -42,7 +42,8 @@ MoeRouting = Literal["topk", "expert-choice", "balanced"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 TokenDropPolicy = Literal["probs", "position"]
 Positions = Literal["learned", "rotary", "relative"]
-Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu", "clamped_swiglu"]
+Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu", "clamped_swiglu", "quick_geglu"]
+GATED_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "quick_geglu")
 Normalization = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
 NormPlacement = Literal["pre", "sandwich", "post"]
 QkNorm = Literal["none", "head", "projection"]
@@ -64,7 +65,7 @@ def _activation(values: Mapping[str, Any]) -> str:
 
 
 def _is_gated(values: Mapping[str, Any]) -> bool:
-    return (values.get("activation") or _activation(values)) in ("swiglu", "geglu", "clamped_swiglu")
+    return (values.get("activation") or _activation(values)) in GATED_ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +140,9 @@ class ModelConfig(LayerOptions):
     )
     activation: Activation = option(
         "Activation of the MLP.",
-        derive=("gelu_tanh for gpt, swiglu for llama", lambda v, _: _activation(v)),
+        derive=("gelu_tanh for gpt, swiglu for llama, gelu for bert and t5", lambda v, _: _activation(v)),
     )
-    swiglu_alpha: float = option("Slope of the sigmoid of clamped_swiglu.", default=1.702, above=0)
+    swiglu_alpha: float = option("Slope of the sigmoid of clamped_swiglu and quick_geglu.", default=1.702, above=0)
     swiglu_limit: float = option("Limit of gate and up of clamped_swiglu.", default=7.0, above=0)
     normalization: Normalization = option(
         "Normalization; rmsnorm_1p multiplies by 1 + weight.",

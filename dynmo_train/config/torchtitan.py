@@ -196,6 +196,30 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     # Releases of 2026: Python configurations, whose fields are flags of the command line
     "training.num_tokens_per_microbatch_per_dp_rank": refused("use --micro-batch-size: divide by --seq-length", 1),
     "training.num_tokens_per_train_step": refused("use --global-batch-size: divide by --seq-length", 1, neutral="-1"),
+    # Objects of Python configurations
+    "hf_assets_path": refused(_TOKENIZER, 1),
+    "model_spec": refused("use --num-layers, --hidden-size and --num-attention-heads, or --recipe llama-2-7b", 1),
+    "activation_checkpoint.class": becomes(
+        "--recompute-granularity", values=1, renamed_values={"FullAC": "full", "SelectiveAC": "selective"}
+    ),
+    **dict.fromkeys(
+        (
+            *("checkpoint.class", "dataloader.class", "lr_scheduler.class", "metrics.class", "optimizer.class"),
+            *("profiler.class", "validator.class", "validator.dataloader.class"),
+        ),
+        ignored("there is one implementation", 1),
+    ),
+    **dict.fromkeys(
+        ("loss.class", "loss.loss_fn.class"),
+        ignored("the loss is cross entropy, in chunks; --mtp-num-layers adds that of further tokens", 1),
+    ),
+    **dict.fromkeys(
+        ("loss.global_vocab_size", "loss.loss_fn.global_vocab_size"), ignored("follows from --vocab-size", 1)
+    ),
+    **dict.fromkeys(("dataloader.dataset", "dataloader.dataset.dataset"), refused(_DATASET, 1)),
+    **dict.fromkeys(("validator.dataloader.dataset", "validator.dataloader.dataset.dataset"), refused(_VALIDATION, 1)),
+    "optimizer.param_groups": refused("use --optimizer and --lr, and --decoupled-lr for embeddings and head", None),
+    "compile": refused("use --compile with its mode", 1),
     "training.max_context_length": becomes("--seq-length", values=1),
     "training.disable_cuda_graphs": ignored("they are off without --cuda-graph"),
     "parallelism.enable_fsdp_symm_mem": ignored("no effect on results"),

@@ -20,7 +20,7 @@ from .._common.checks import (
 
 ROLES = ("parameter", "buffer", "mask", "optimizer")
 DTYPES = ("F32", "BF16", "F16", "F64", "I64", "I32", "BOOL", "U8")
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu", "clamped_swiglu")
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu", "clamped_swiglu", "quick_geglu")
 MODEL = obj(
     {
         "family": string(),
@@ -56,6 +56,8 @@ MODEL = obj(
         "final_logit_softcapping": number(above=0),
         "swiglu_alpha": number(above=0),
         "swiglu_limit": number(above=0),
+        "swiglu_offset": number(0),
+        "softmax_off_by_one": boolean(),
         "rotary_scaling": nullable(
             obj({}, {"short_factor": array(number(above=0)), "long_factor": array(number(above=0))}, {"": scalar()})
         ),

@@ -156,6 +156,7 @@ class SelfAttention(nn.Module):
         window: keys that a token of a causal model attends to, itself included; None means all.
         softcap: the scores are capped to ``softcap * tanh(scores / softcap)``; None means that they are not.
         sinks: whether each head has a learned logit ``sinks [H]``, which takes part of the softmax without a value.
+        off_by_one: whether that logit is 0, and not learned.
 
     Raises:
         ValueError: ``attention_dropout`` with a soft cap or sinks.
@@ -184,9 +185,11 @@ class SelfAttention(nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        off_by_one: bool = False,
     ) -> None:
         super().__init__()
         self.window, self.softcap = window, softcap
+        self.off_by_one = off_by_one
         self.sinks: torch.Tensor | None = nn.Parameter(torch.zeros(heads, device=device)) if sinks else None
         self.head_width = head_width or width // heads
         groups = groups or heads
@@ -280,7 +283,7 @@ class SelfAttention(nn.Module):
     @property
     def is_eager(self) -> bool:
         """Whether torch has no fused kernel for this attention; it has no dropout then."""
-        return self.softcap is not None or self.sinks is not None
+        return self.softcap is not None or self.sinks is not None or self.off_by_one
 
     def has_kernel(self, q_BHTK: torch.Tensor) -> bool:
         """Whether sequences of variable length have a kernel for the queries ``q_BHTK`` ``[B, H, T, K]``."""
@@ -301,7 +304,7 @@ class SelfAttention(nn.Module):
             v_BGSK,
             scale=self.scale,
             cap=self.softcap,
-            sinks_H=self.sinks,
+            sinks_H=q_BHTK.new_zeros(q_BHTK.shape[1]) if self.off_by_one else self.sinks,
             mask=mask,
             causal=causal,
             window=window,

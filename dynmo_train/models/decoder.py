@@ -12,6 +12,7 @@ another one, ``local_rotary_base``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 PRE, SANDWICH, POST = "pre", "sandwich", "post"
 HEAD_NORM, PROJECTION_NORM = "head", "projection"
-CLAMPED_SWIGLU = "clamped_swiglu"
+CLAMPED_SWIGLU, QUICK_GEGLU = "clamped_swiglu", "quick_geglu"
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 RMS_NORMS: Mapping[str, Callable[..., nn.Module]] = {"rmsnorm": RmsNorm, "rmsnorm_1p": RmsNorm1p}
 STATED_AS_THEY_ARE = (
@@ -59,6 +60,8 @@ STATED_AS_THEY_ARE = (
     "attention_sinks",
     "swiglu_alpha",
     "swiglu_limit",
+    "swiglu_offset",
+    "softmax_off_by_one",
 )
 
 
@@ -89,6 +92,8 @@ class DecoderShape(ModelDims):
     attention_sinks: bool = False
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    swiglu_offset: float = 1.0
+    softmax_off_by_one: bool = False
     tied_embeddings: bool = True
     embedding_scale: float = 1.0
     attention_scale: float | None = None
@@ -362,6 +367,7 @@ class Decoder(Family[Shape]):
             "window": shape.sliding_window if shape.is_local(layer) else None,
             "softcap": shape.attn_logit_softcapping,
             "sinks": shape.attention_sinks,
+            "off_by_one": shape.softmax_off_by_one,
         }
 
     def latent_options(self, device: torch.device) -> dict[str, Any]:
@@ -392,7 +398,9 @@ class Decoder(Family[Shape]):
         """Adds the norms and the bias."""
         shape, options = self.shape, super().mlp_options(device)
         if shape.activation == CLAMPED_SWIGLU:
-            options["activation"] = ClampedSwiglu(shape.swiglu_alpha, shape.swiglu_limit)
+            options["activation"] = ClampedSwiglu(shape.swiglu_alpha, shape.swiglu_limit, shape.swiglu_offset)
+        if shape.activation == QUICK_GEGLU:
+            options["activation"] = ClampedSwiglu(shape.swiglu_alpha, math.inf, shape.swiglu_offset)
         return {**options, **self._norms(device), "bias": shape.mlp_bias}
 
     def head_options(self, device: torch.device) -> dict[str, Any]:

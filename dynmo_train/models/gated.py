@@ -122,25 +122,26 @@ GATED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Backward]] = {
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """``(u + 1) g sigmoid(alpha g)`` of the gate ``g`` up to ``limit`` and ``u`` within ``-limit`` and ``limit``.
+    """``(u + offset) g sigmoid(alpha g)`` of the gate ``g`` up to ``limit`` and ``u`` within ``-limit`` and ``limit``.
 
-    GPT-OSS's activation (transformers' ``GptOssExperts``).
+    GPT-OSS's activation (transformers' ``GptOssExperts``); with an infinite limit the ``quick_geglu`` of Megatron-LM.
     """
 
     alpha: float = 1.702
     limit: float = 7.0
+    offset: float = 1.0
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """The activation of ``gate`` and ``up``, of one shape."""
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        return (up + self.offset) * (gate * torch.sigmoid(gate * self.alpha))
 
     def gradients(self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of ``gate`` and ``up`` from ``grad``, that of the result; all of one shape."""
         low, inner = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         share = torch.sigmoid(low * self.alpha)
         of_up = (grad * low * share).masked_fill_((up < -self.limit) | (up > self.limit), 0.0)
-        of_gate = grad * (inner + 1) * share * (1 + self.alpha * low * (1 - share))
+        of_gate = grad * (inner + self.offset) * share * (1 + self.alpha * low * (1 - share))
         return of_gate.masked_fill_(gate > self.limit, 0.0), of_up
 
 

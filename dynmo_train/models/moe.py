@@ -26,7 +26,7 @@ from ..parallel.context_parallel import ContextRegion
 from ..parallel.expert_chunks import Hosts
 from ..parallel.expert_parallel import CountExchange, RowGroups, SentRows, TokenDispatcher, equal_groups
 from ..parallel.expert_replicas import GatheredCounts, ReplicaDispatcher, SentChunks
-from ..parallel.random_stream import item_dropout
+from ..parallel.random_stream import item_dropout, shared_normal
 from .balance_losses import AUX, GLOBAL, SEQUENCE, StartedLosses, StepCounts, count_slots, start_losses
 from .blocks import FeedForward
 from .expert_layers import ExpertLayers, layout_of_config, layout_of_manifest
@@ -75,6 +75,8 @@ class MoeShape(ExpertLayers):
         shared_ffn_size: width inside the shared experts of a layer together, which compute every token (Dai et al.
             2024, arXiv:2401.06066, section 3.2); 0 means none.
         shared_gate: whether the output of the shared experts is multiplied by the sigmoid of a learned score.
+        random_logits: whether standard normal numbers replace the logits of the router, for benchmarks with even loads;
+            not a property of the model.
     """
 
     num_experts: int
@@ -90,6 +92,7 @@ class MoeShape(ExpertLayers):
     router: RouterShape = field(default_factory=RouterShape)
     shared_ffn_size: int = 0
     shared_gate: bool = False
+    random_logits: bool = False
 
     def capacity(self, tokens: int) -> int:
         """The maximum number of rows of an expert for ``tokens`` tokens of a microbatch.
@@ -163,6 +166,7 @@ class MoeShape(ExpertLayers):
             router=RouterShape.from_config(config),
             shared_ffn_size=model.moe_shared_expert_intermediate_size or 0,
             shared_gate=model.moe_shared_expert_gate,
+            random_logits=model.moe_router_force_load_balancing,
             **layout_of_config(config),
         )
 
@@ -550,6 +554,10 @@ class MoeMlp(nn.Module):
         moe = self.moe
         x_ND = self.norm(x_BTD).reshape(-1, x_BTD.shape[-1])
         logits_NE = self.router(x_ND)
+        if moe.random_logits:
+            # The router has the gradient of the numbers, as if they were its own.
+            numbers_NE = shared_normal(logits_NE.shape, logits_NE.device).to(logits_NE.dtype)
+            logits_NE = numbers_NE + (logits_NE - logits_NE.detach())
         # Expert choice and balanced assignment are not causal, so evaluation routes by token. The number of tokens of
         # a mixture of depths is fixed in training only.
         is_fixed = self.has_fixed_tokens and self.training

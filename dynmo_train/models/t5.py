@@ -53,7 +53,7 @@ class T5Shape(ModelDims):
             position_embedding="relative" if relative else "learned",
             relative_buckets=model.relative_attention_num_buckets,
             relative_max_distance=model.relative_attention_max_distance,
-            activation="relu" if relative else "gelu",
+            activation="relu" if relative else model.activation,
             **own,
         )
 

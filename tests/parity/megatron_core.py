@@ -15,6 +15,15 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class _WithoutCuda(TorchFunctionMode):
+    """Creates on the CPU what Megatron-core creates on the device ``cuda``, such as the mask of a window."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        return func(*args, **(named | {"device": "cpu"} if named.get("device") == "cuda" else named))
 
 
 @contextlib.contextmanager
@@ -33,6 +42,7 @@ def on_cpu() -> Iterator[None]:
                 mock.patch.object(CudaRNGStatesTracker, "fork", side_effect=lambda *_: contextlib.nullcontext()),
                 # Without Transformer Engine this name is missing.
                 mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+                _WithoutCuda(),
             ):
                 yield
         finally:
@@ -70,15 +80,51 @@ GATED = {
 }
 
 
+# The form of its fused kernel, which is the default; that kernel would be compiled.
+TANH = {"activation_func": partial(nn.functional.gelu, approximate="tanh")}
+# Fields of ``TransformerConfig`` that variants of ``llama`` have as well.
+LLAMA_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "experts": {},
+    "quick-geglu": {"quick_gelu": True},
+    "quick-geglu-offset": {"quick_gelu": True, "glu_linear_offset": 1.0},
+    "clamped-swiglu": {"activation_func_clamp_value": 0.25},
+    "off-by-one": {"softmax_type": "off-by-one"},
+    "gpt-oss": {
+        "quick_gelu": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 0.25,
+        "softmax_type": "learnable",
+        "window_size": (3, 0),
+        "window_attn_skip_freq": 2,
+    },
+}
+# Attributes that the training of Megatron-LM sets on the configuration for ``--position-embedding-type yarn``.
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": False,
+}
+
+
 def decoder(kind: str, sizes: Mapping[str, int]) -> nn.Module:
-    """``gpt``, ``llama`` or ``experts``."""
+    """``gpt``, ``gpt-exact`` or one of ``LLAMA_VARIANTS``."""
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    is_gpt = kind == "gpt"
-    # The form of its fused kernel, which is the default; that kernel would be compiled.
-    tanh = {"activation_func": partial(nn.functional.gelu, approximate="tanh")}
-    own: dict[str, Any] = tanh if is_gpt else {**GATED, "num_query_groups": sizes["groups"]}
+    is_gpt = kind not in LLAMA_VARIANTS
+    more = dict(LLAMA_VARIANTS.get(kind, {}))
+    own: dict[str, Any] = {} if kind == "gpt-exact" else TANH
+    if not is_gpt:
+        own = {**GATED, "num_query_groups": sizes["groups"]}
+        if more.pop("quick_gelu", False):
+            own["activation_func"] = quick_gelu
+        own |= more
     spec: dict[str, Any] = {} if is_gpt else {"normalization": "RMSNorm"}
     if kind == "experts":
         own |= {
@@ -88,22 +134,28 @@ def decoder(kind: str, sizes: Mapping[str, int]) -> nn.Module:
             "moe_token_dispatcher_type": "allgather",
         }
         spec["num_experts"] = sizes["experts"]
+    config = config_of(sizes, **own)
+    if kind == "gpt-oss":
+        for name, value in YARN.items():
+            setattr(config, name, value)
     return GPTModel(
-        config_of(sizes, **own),
+        config,
         get_gpt_layer_local_spec(**spec),
         sizes["vocabulary"],
         sizes["tokens"],
-        position_embedding_type="learned_absolute" if is_gpt else "rope",
+        position_embedding_type="learned_absolute" if is_gpt else "yarn" if kind == "gpt-oss" else "rope",
         share_embeddings_and_output_weights=is_gpt,
     )
 
 
-def bert(sizes: Mapping[str, int]) -> nn.Module:
+def bert(sizes: Mapping[str, int], kind: str = "bert") -> nn.Module:
+    """``bert``, or ``bert-exact`` without the fused kernel."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
     tied = {"share_embeddings_and_output_weights": True}
-    return BertModel(config_of(sizes), 2, bert_layer_local_spec, sizes["vocabulary"], sizes["tokens"], **tied)
+    own = TANH if kind == "bert" else {}
+    return BertModel(config_of(sizes, **own), 2, bert_layer_local_spec, sizes["vocabulary"], sizes["tokens"], **tied)
 
 
 def t5(sizes: Mapping[str, int]) -> nn.Module:
@@ -115,8 +167,8 @@ def t5(sizes: Mapping[str, int]) -> nn.Module:
     # Its local blocks lack the last norm, which those of Transformer Engine, the default, have.
     specs = [replace(block(sizes["layers"]), layer_norm=WrappedTorchNorm) for block in blocks]
     return T5Model(
-        config_of(sizes),
-        config_of(sizes),
+        config_of(sizes, **TANH),
+        config_of(sizes, **TANH),
         *specs,
         sizes["vocabulary"],
         sizes["tokens"],
@@ -152,13 +204,13 @@ ENDS = {
 def names_of(kind: str, ours: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our parameters under the names of Megatron-core; copies of a tied matrix are left out."""
     ends = dict(ENDS)
-    tower = "encoder" if kind == "bert" else "decoder"
+    tower = "encoder" if kind.startswith("bert") else "decoder"
     ends["head.norm"] = f"{tower}.final_layernorm"
     ends["head"] = "lm_head.output_layer" if kind == "t5" else "output_layer"
     found: dict[str, torch.Tensor] = {}
     for name, value in ours.items():
         module, _, part = name.rpartition(".")
-        if kind in ("gpt", "bert", "t5") and name in ("head.weight", "decoder.embedding.word.weight"):
+        if kind not in LLAMA_VARIANTS and name in ("head.weight", "decoder.embedding.word.weight"):
             continue
         if name == "decoder.embedding.position.weight":
             continue  # one table for both sides
@@ -174,7 +226,9 @@ def names_of(kind: str, ours: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
             prefix, inner = f"{prefix}.mlp.experts.local_experts.{expert}", inner.rpartition(".")[2]
         elif inner.startswith("mlp.") and inner not in BLOCK:
             prefix, inner = f"{prefix}.mlp", inner.removeprefix("mlp.")
-        if inner == "gate":
+        if part == "sinks":
+            found[f"{prefix}.self_attention.core_attention.softmax_offset"] = value
+        elif inner == "gate":
             up = ours[f"{module.removesuffix('gate')}up.{part}"]
             found[f"{prefix}.linear_fc1.{part}"] = torch.cat([value, up])
         elif inner == "fc2":

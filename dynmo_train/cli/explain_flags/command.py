@@ -18,6 +18,8 @@ from ...config.task_command import TASK_FLAGS, TaskCommand
 from ...formats.input_text import read_input
 from .command_help import equivalent_script, explain_other_package
 from .published_scripts import TABLE
+from .python_commands import command_of_config
+from .python_config import read_python_config
 from .script_commands import FlagMeaning, ScriptCommand, explain, read_script, read_torchtitan
 
 # Flags of evaluation programs that the name of the command, or --load, replaces.
@@ -73,6 +75,24 @@ def _document(command: ScriptCommand, meanings: list[FlagMeaning]) -> dict[str, 
     }
 
 
+Commands = list[tuple[ScriptCommand, list[FlagMeaning]]]
+
+
+def _python_commands(root: Any, script: Path, text: str, function: str | None, modules: list[Path]) -> Commands:
+    """The command of a recipe of Megatron-Bridge or a configuration of torchtitan."""
+    declared = {
+        name
+        for command in root.commands["pretrain"].commands.values()
+        for option in command.params
+        for name in (*option.opts, *option.secondary_opts)
+    }
+    try:
+        config = read_python_config(text, function, [read_input(module) for module in modules])
+    except UsageError as error:
+        raise UsageError(f"{script}: {error}") from error
+    return [command_of_config(config, lambda flag: flag in declared or flag in FLAGS, FLAGS)]
+
+
 def _commands(script: Path, text: str) -> list[ScriptCommand]:
     if script.suffix != ".toml":
         return read_script(text)
@@ -86,12 +106,20 @@ def explain_flags(
     context: typer.Context,
     script: Annotated[
         Path | None,
-        typer.Argument(help="Shell script of Megatron's programs (not executed), or TOML file of torchtitan."),
+        typer.Argument(help="Shell script (not executed), TOML file, or Python configuration (not executed)."),
+    ] = None,
+    function: Annotated[
+        str | None, typer.Option("--function", help="Function of a Python file that returns the configuration.")
+    ] = None,
+    module: Annotated[
+        list[Path] | None, typer.Option("--module", help="Python file whose functions and constants are imported.")
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print published scripts and their equivalents.")] = False,
     form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Translate the flags of a script of Megatron-LM, DeepSpeed or Optimus-CC, or the keys of torchtitan.
+
+    Python files are recipes of Megatron-Bridge and configurations of torchtitan.
 
     Exits with code 3 if a flag is refused or unknown.
     """
@@ -100,11 +128,16 @@ def explain_flags(
         return
     if script is None:
         raise UsageError("SCRIPT is missing; give the path of a shell script, or --table")
-    commands, equivalent = _commands(script, read_input(script)), equivalent_script(str(script))
+    root, text, equivalent = context.find_root().command, read_input(script), equivalent_script(str(script))
+    if script.suffix == ".py":
+        commands = _python_commands(root, script, text, function, module or [])
+    elif function or module:
+        raise UsageError("--function and --module are of Python files; remove them")
+    else:
+        commands = [(command, []) for command in _commands(script, text)]
     if not commands and equivalent is None:
         raise UsageError(f"{script}: must start a known program, such as pretrain_gpt.py")
-    root = context.find_root().command
-    explained = [(command, _explain(root, command)) for command in commands]
+    explained = [(command, _with_more(_explain(root, command), more)) for command, more in commands]
     if form is Format.JSON:
         emit_json([_document(command, meanings or []) for command, meanings in explained])
     else:
@@ -114,6 +147,10 @@ def explain_flags(
             _show(command, meanings)
     bad = any(one.kind in ("refused", "unknown") for _, meanings in explained for one in meanings or ())
     raise typer.Exit(3 if bad else 0)
+
+
+def _with_more(meanings: list[FlagMeaning] | None, more: list[FlagMeaning]) -> list[FlagMeaning] | None:
+    return [*(meanings or []), *more] if more else meanings
 
 
 def _show_table(form: Format) -> None:

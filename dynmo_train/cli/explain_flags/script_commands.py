@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.compat import MULTI_WORD_FLAGS, declared_name, is_flag, translate, values_after
+from ...config.compat import MULTI_WORD_FLAGS, TranslatedCommand, declared_name, is_flag, translate, values_after
 from ...config.compat_flag import CompatFlag
 from ...config.compat_flags import FLAGS
+from ...config.megatron_model import COMBINED_FLAGS
 from .published_scripts import LAUNCHERS, TASKS, find
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -21,8 +22,8 @@ _ARRAY = re.compile(r"\s*([A-Za-z_]\w*)(\+?)=\((.*)")
 _ALL_OF_ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _DEPTH = 8
-# The program of a TOML file of torchtitan.
-TORCHTITAN_PROGRAM = "torchtitan"
+# The programs of a configuration of torchtitan and of a recipe of Megatron-Bridge.
+TORCHTITAN_PROGRAM, BRIDGE_PROGRAM = "torchtitan", "Megatron-Bridge"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class ScriptCommand:
         """The equivalent command of this project."""
         if self.program == TORCHTITAN_PROGRAM:
             return "dynmo-train pretrain llama"
+        if self.program == BRIDGE_PROGRAM:
+            return "dynmo-train pretrain gpt"
         row = find(self.program)
         name = row.equivalent if row else self.program
         if name != "dynmo-train tasks":
@@ -202,6 +205,24 @@ def flags_with_values(arguments: Sequence[str]) -> list[tuple[str, tuple[str, ..
     return _flags(arguments, {}, {})
 
 
+def _combined_meaning(flag: str, values: tuple[str, ...], whole: TranslatedCommand) -> FlagMeaning:
+    """The meaning of a flag that depends on others of the command.
+
+    Args:
+        flag: a key of ``COMBINED_FLAGS``.
+        values: its values.
+        whole: translation of the whole command.
+    """
+    problem = next((problem.message for problem in whole.problems if problem.path == flag), None)
+    if problem is not None:
+        return FlagMeaning(flag, values, "refused", problem)
+    note = next((note.partition(": ")[2] for note in whole.notes if note.startswith(f"{flag}: ")), None)
+    if note is not None:
+        return FlagMeaning(flag, values, "ignored", note)
+    known = COMBINED_FLAGS[flag]
+    return FlagMeaning(flag, values, "becomes", "; ".join([" ".join(known.arguments), *filter(None, [known.reason])]))
+
+
 def explain(
     command: ScriptCommand,
     declared: Mapping[str, int],
@@ -218,6 +239,7 @@ def explain(
     """
     family = command.equivalent.rpartition(" ")[2] if command.equivalent.startswith("dynmo-train pretrain") else "gpt"
     meanings: list[FlagMeaning] = []
+    whole = translate(command.arguments, family, declared, table)
     for flag, values in _flags(command.arguments, declared, table):
         name = declared_name(flag, declared, table)
         if name in declared:
@@ -226,6 +248,9 @@ def explain(
             continue
         if flag not in table:
             meanings.append(FlagMeaning(flag, values, "unknown", f"{command.equivalent} has no such flag"))
+            continue
+        if table[flag] is COMBINED_FLAGS.get(flag):
+            meanings.append(_combined_meaning(flag, values, whole))
             continue
         translation = translate([flag, *values], family, declared, table)
         if translation.problems:

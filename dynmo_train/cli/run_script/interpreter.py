@@ -26,6 +26,7 @@ from .conditions import holds
 from .expansion import Expander, Value, Variables
 from .launchers import Launch, NestedScript, OurCommand, refusal, translate_program
 from .parser import DECLARATIONS, parse_script
+from .published_text import equivalent_of, without_entities
 from .session import (
     IGNORED,
     MAX_COMMANDS,
@@ -97,6 +98,8 @@ class Interpreter(BuiltIns):
         self.stops_on_error = False
         self.conditions = self.calls = 0
         self.scripts = [name]
+        # The last command, where it started a program: its words, prefix and input.
+        self.started: tuple[list[str], Mapping[str, Value], str] | None = None
         self.prepare()
 
     def prepare(self) -> None:
@@ -105,8 +108,6 @@ class Interpreter(BuiltIns):
             self.variables, self.substitute, lambda size, place: self.budget.spend("characters", size, place)
         )
         self.texts = TextCommands(lambda: self.folder, self.written)
-
-    # Text of scripts
 
     def interpret(self, text: str) -> ScriptResult:
         """Interpret a script.
@@ -117,6 +118,7 @@ class Interpreter(BuiltIns):
         Raises:
             ScriptError: it has a command or syntax that is not interpreted.
         """
+        text, self.result.notes[:0] = without_entities(text)
         try:
             self.run_all(parse_script(text, self.scripts[-1]))
         except ExitScript as end:
@@ -141,9 +143,8 @@ class Interpreter(BuiltIns):
             return read_input(self.folder / path, MAX_SCRIPT_BYTES)
         except (DocumentError, ValueError) as error:
             message = reason(error) if isinstance(error, DocumentError) else str(error)
-            place.refuse(f"the script {path} cannot be read: {message}; give the path of an existing one")
-
-    # Lists of commands
+            other = equivalent_of(path)
+            place.refuse(f"the script {path} cannot be read: {message}; give the path of an existing one{other}")
 
     def run_all(self, commands: Commands) -> None:
         """Run commands, one after the other."""
@@ -429,6 +430,8 @@ class Interpreter(BuiltIns):
     ) -> None:
         """Run a function, a built-in, a text command or a program."""
         name, arguments = words[0], words[1:]
+        if not name.startswith("--"):
+            self.started = None
         while name in ("command", "builtin", "exec") and arguments and not arguments[0].startswith("-"):
             name, *arguments = arguments
         self.variables.status = 0
@@ -500,8 +503,6 @@ class Interpreter(BuiltIns):
         self.written[full] = text
         self.result.steps.append(WriteStep(full, text, place))
 
-    # Programs
-
     def start(
         self,
         words: list[str],
@@ -510,7 +511,13 @@ class Interpreter(BuiltIns):
         redirections: Sequence[Redirection],
         place: Place,
     ) -> None:
-        """Add the step of a program, or interpret a nested script."""
+        """Add the step of a program, or interpret a nested script; options continue the command before them."""
+        # A shell would execute that command without these options, and fail here.
+        if words[0].startswith("--") and self.started is not None:
+            self.note(place, f"{words[0]} is an option of the command before: its last line lacks a backslash")
+            before, prefix, stdin = self.started
+            self.result.steps.pop()
+            words = [*before, *words]
         translated = translate_program(words, stdin, self.launch_variables(prefix), self.launch)
         if isinstance(translated, NestedScript):
             self.run_nested(translated, prefix, place)
@@ -530,6 +537,7 @@ class Interpreter(BuiltIns):
         for name in unsafe:
             self.note(place, f"{name} is not passed on: it changes which code is executed; set it before")
         self.result.steps.append(StartStep(tuple(translated.words), environment, self.folder, place))
+        self.started = words, prefix, stdin
 
     def launch_variables(self, prefix: Mapping[str, Value]) -> dict[str, str]:
         """Strings that launchers read: the environment with exported variables."""

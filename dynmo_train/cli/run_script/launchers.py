@@ -28,6 +28,7 @@ UNSUPPORTED_PROGRAMS: Mapping[str, str] = {
     "pretrain_retro.py": "RETRO is not supported; train with pretrain_gpt.py",
     "train_rl.py": "reinforcement learning is not supported; train with pretrain_gpt.py",
 }
+ENCODER_PROGRAMS = frozenset({"pretrain_bert.py", "pretrain_ict.py", "pretrain_t5.py"})
 _PREFIXES = frozenset({"nohup", "time", "exec", "stdbuf", "unbuffer", "command"})
 _SHELLS = frozenset({"bash", "sh"})
 
@@ -445,12 +446,7 @@ def _program(
         notes.append("the container is ignored: the command runs in this environment")
     # A line that is continued within quotes leaves a backslash behind.
     arguments = [word for word in arguments if word.strip() != "\\" and not re.fullmatch(r"--local[-_]rank=.*", word)]
-    command = equivalent.split()
-    if equivalent == "dynmo-train tasks" and any(word.partition("=")[0] == "--tasks" for word in arguments):
-        command = ["dynmo-train", "evaluate", "lm-eval"]
-        arguments = harness_words(arguments, notes)
-    elif name.startswith("convert_megatron_"):
-        arguments = converter_words(arguments, notes)
+    command, arguments = _command_words(name, equivalent, arguments, notes)
     words = [*command, *arguments]
     if command[0] != "dynmo-train":
         if launch.kind:
@@ -460,6 +456,47 @@ def _program(
     if launcher:
         words = ["dynmo-train", "launch", *launcher, "--", *words[1:]]
     return OurCommand(words, notes, environment)
+
+
+def _command_words(name: str, equivalent: str, arguments: list[str], notes: list[str]) -> tuple[list[str], list[str]]:
+    """The command of a program, and its arguments.
+
+    Args:
+        name: file name of the program.
+        equivalent: its equivalent in the table of published scripts.
+        arguments: arguments of the program.
+        notes: notes for the user, which this extends.
+    """
+    if equivalent == "dynmo-train tasks" and any(word.partition("=")[0] == "--tasks" for word in arguments):
+        return ["dynmo-train", "evaluate", "lm-eval"], harness_words(arguments, notes)
+    if name.startswith("convert_megatron_"):
+        return equivalent.split(), converter_words(arguments, notes)
+    if name in ENCODER_PROGRAMS:
+        return equivalent.split(), _with_fused_activation(arguments, notes)
+    return equivalent.split(), arguments
+
+
+def _with_fused_activation(arguments: list[str], notes: list[str]) -> list[str]:
+    """The arguments of Megatron's BERT, ICT and T5, whose fused kernel of bias and GELU has the tanh form.
+
+    Without the command of Megatron these families have the exact form, as in transformers.
+
+    Args:
+        arguments: arguments of the program.
+        notes: notes for the user, which this extends.
+
+    Raises:
+        _Refused: relative positions, which are those of another T5 here.
+    """
+    names = {word.partition("=")[0] for word in arguments}
+    if "relative" in " ".join(arguments).replace("=", " ").split() and "--position-embedding-type" in names:
+        raise _Refused(
+            "--position-embedding-type relative is T5 with ReLU and RMSNorm here, unlike Megatron-LM's; use learned"
+        )
+    if names & {"--activation", "--no-bias-gelu-fusion", "--openai-gelu"}:
+        return arguments
+    notes.append("--activation gelu_tanh: the function of Megatron-LM's fused kernel of bias and GELU")
+    return ["--activation", "gelu_tanh", *arguments]
 
 
 def _own_command(name: str, arguments: list[str], environment: dict[str, str]) -> OurCommand | str:

@@ -131,6 +131,7 @@ EFFECTS: tuple[EffectRule, ...] = (
             "yarn_original_max_position_embeddings",
             "yarn_beta_fast",
             "yarn_beta_slow",
+            "yarn_correction_range_round_to_int",
         ),
         when=lambda c: c.model.yarn_object is not None or c.model.base_family not in ("gpt", "llama"),
         without="without --rotary-scaling-factor above 1",

@@ -16,11 +16,12 @@ from .problem import Rule, conflict, unsupported
 
 MOE_FAMILIES = DECODERS = ("gpt", "llama")
 DECODER_OPTIONS = (
-    *("rotary_percent", "rotary_scaling", "activation", "normalization", "norm_placement", "qk_norm"),
+    *("rotary_percent", "rotary_scaling", "normalization", "norm_placement", "qk_norm"),
     *("add_bias_linear", "add_qkv_bias", "mlp_bias", "embedding_scale", "attention_scale"),
     *("layer_types", "local_rotary_base", "attn_logit_softcapping", "final_logit_softcapping", "attention_sinks"),
-    *("swiglu_alpha", "swiglu_limit"),
+    *("swiglu_alpha", "swiglu_limit", "swiglu_offset", "softmax_off_by_one"),
 )
+ENCODER_ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
 FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "encoder_num_layers": ("t5",),
     "decoder_num_layers": ("t5",),
@@ -276,6 +277,15 @@ def _rotary(config: Config) -> Iterator[Problem]:
             )
 
 
+def _encoder(config: Config, _world_size: int) -> Iterator[Problem]:
+    """The activation of encoders."""
+    model = config.model
+    if model.base_family not in DECODERS:
+        allowed = ("relu",) if model.position_embedding_type == "relative" else ENCODER_ACTIVATIONS
+        if model.activation not in allowed:
+            yield conflict("--activation", f"is {model.activation}; must be {' or '.join(allowed)} for {model.family}")
+
+
 def _decoder(config: Config, _world_size: int) -> Iterator[Problem]:
     """Norms of queries and keys, and positions that a model does not have."""
     model, parallel = config.model, config.parallel
@@ -316,6 +326,7 @@ def _latent(config: Config, _world_size: int) -> Iterator[Problem]:
         "--sparse-attention": config.attention.sparse_attention,
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--attention-sinks": model.attention_sinks,
+        "--softmax-off-by-one": model.softmax_off_by_one,
         "--layer-types": model.layer_types is not None,
         "--local-rotary-base": model.local_rotary_base is not None,
     }
@@ -358,15 +369,20 @@ def _attention(config: Config) -> Iterator[Problem]:
     eager = {
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--attention-sinks": model.attention_sinks,
+        "--softmax-off-by-one": model.softmax_off_by_one,
     }
+    if model.attention_sinks and model.softmax_off_by_one:
+        yield conflict("--softmax-off-by-one", "is a sink of 0, with --attention-sinks, which are learned; remove one")
     for flag in [flag for flag, on in eager.items() if on]:
         if model.attention_dropout > 0:
             yield unsupported(flag, f"is given with --attention-dropout {model.attention_dropout}; use 0")
         if config.attention.sparse_attention:
             yield unsupported(flag, "is given with --sparse-attention; remove one")
-    for name in ("swiglu_alpha", "swiglu_limit"):
-        if model.activation != "clamped_swiglu" and config.sources.get(name) in ("flag", "file"):
-            yield conflict("--" + name.replace("_", "-"), "requires --activation clamped_swiglu; remove it")
+    sigmoid = ("clamped_swiglu", "quick_geglu")
+    for name, activations in {"swiglu_alpha": sigmoid, "swiglu_limit": sigmoid[:1], "swiglu_offset": sigmoid}.items():
+        if model.activation not in activations and config.sources.get(name) in ("flag", "file"):
+            flag, allowed = "--" + name.replace("_", "-"), " or ".join(activations)
+            yield conflict(flag, f"requires --activation {allowed}; remove it")
 
 
 def _length(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -406,6 +422,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     _shape,
     _routing,
     _family,
+    _encoder,
     _decoder,
     _latent,
     _prediction,

@@ -61,7 +61,7 @@ from ...optim.scheduler_state import scheduler_state
 from ...parallel.process_groups import World, all_agree, all_gather_objects, broadcast_object
 from ..engine import Engine
 from .metadata import CheckpointMetadata
-from .model_keys import FORMER_VALUES, RECORDS, TRAINING_KEYS
+from .model_keys import FORMER_VALUES, RECORDS, TRAINING_KEYS, remedy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -513,7 +513,7 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
     resumes = resumes and checkpoint.manifest.get("optimizer") is not None
     expected, differences = compare_adapters(stored, family.manifest(), resumes=resumes)
     differences += [
-        f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
+        f"{key} is {short_repr(stored.get(key))} there and {value!r} here{remedy_of(key, stored)}"
         for key, value in expected.items()
         if stored.get(key, FORMER_VALUES.get(key)) != value
         and key not in RECORDS

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 # Keys that record how the run was set up and may differ: the padding of the vocabulary.
 RECORDS = frozenset({"padded_vocab_size"})
 # Keys that affect the training of experts and not their output: another run may change them.
@@ -24,3 +27,13 @@ FORMER_VALUES = {
     "moe_router_pre_softmax": False,
     "moe_router_enable_expert_bias": False,
 }
+
+
+def remedy_of(key: str, stored: Mapping[str, Any]) -> str:
+    """How to train the model of a checkpoint where a key differs and one option decides, as the end of a message.
+
+    Args:
+        key: key of a manifest's model.
+        stored: the model of the checkpoint.
+    """
+    return f" (--activation {stored[key]} trains the model of the checkpoint)" if key == "activation" else ""

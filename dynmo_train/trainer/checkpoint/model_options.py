@@ -41,10 +41,10 @@ SIZES = (
     "max_position_embeddings",
     "vocab_size",
     "layernorm_epsilon",
+    "activation",
 )
 OF_DECODER = (
     "num_layers",
-    "activation",
     "normalization",
     "norm_placement",
     "mlp_bias",
@@ -57,6 +57,8 @@ OF_DECODER = (
     "attention_sinks",
     "swiglu_alpha",
     "swiglu_limit",
+    "swiglu_offset",
+    "softmax_off_by_one",
     "mtp_num_layers",
 )
 OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_interleaved")

@@ -105,11 +105,30 @@ def _explain(parse: Any, text: str) -> None:
         explain(command, {"--num-layers": 1, "--lr": 1, "--fp16": 0}, {})
 
 
+def _python_configs(_folder: Path) -> list[bytes]:
+    """Configurations of Megatron-Bridge and torchtitan."""
+    return [
+        b"def f() -> ConfigContainer:\n cfg = ConfigContainer(a=T(b=1))\n cfg.train.lr = 2 * N\n return cfg\nN = -1e-3\n",
+        b"def f(x=3) -> Trainer.Config:\n c = g(x)\n c.a = [x, 'b']\n return c\n"
+        b"def g(y) -> Trainer.Config:\n return Trainer.Config(t=T.Config(steps=y))\n",
+    ]
+
+
 def _titan(parse: Any, text: str) -> None:
     from dynmo_train._common.document import parse_toml
     from dynmo_train.cli.explain_flags.script_commands import explain, read_torchtitan
 
     explain(read_torchtitan(parse_toml(text)), {"--num-layers": 1}, {})
+
+
+def _python_config(read: Any, text: str) -> None:
+    """A recipe of the first function of a file, and its command."""
+    from dynmo_train.cli.explain_flags.python_commands import command_of_config
+    from dynmo_train.cli.explain_flags.python_config import config_functions
+    from dynmo_train.config.compat_flags import FLAGS
+
+    names = config_functions(text)
+    command_of_config(read(text, names[0] if names else None), FLAGS.__contains__, FLAGS)
 
 
 def _resolve_file(parse: Any, text: str) -> None:
@@ -458,6 +477,10 @@ TARGETS = [
     text_target(f"{P}.config.resolve:parse_config_file", TOMLS, call=_resolve_file),
     text_target(
         f"{P}.cli.explain_flags.script_commands:read_torchtitan", TORCHTITAN, call=_titan, errors=(ValueError,)
+    ),
+    text_target(f"{P}.cli.explain_flags.python_config:read_python_config", _python_configs, call=_python_config),
+    text_target(
+        f"{P}.config.layer_freq:parse_layer_list", lambda _: [b"[0]*3+[1]*58", b"([1,1,0])*2"], errors=(ValueError,)
     ),
     text_target(f"{P}.cli.explain_flags.script_commands:read_script", SCRIPTS, call=_explain),
     Target(

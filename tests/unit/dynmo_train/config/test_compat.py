@@ -163,7 +163,7 @@ REFUSED = {
     " --recompute",
     "evaluation": "--task WIKITEXT103 --valid-data text",
     "launcher": "--nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 6000",
-    "shape": "--quick-geglu --fp32-residual-connection",
+    "shape": "--init-method-xavier-uniform --fp32-residual-connection",
     "offloading": "--checkpoint-in-cpu",
 }
 

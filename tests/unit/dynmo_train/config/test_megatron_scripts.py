@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import tomllib
 from pathlib import Path
@@ -19,20 +20,9 @@ FOLDER = Path(__file__).parent / "megatron"
 SCRIPTS = tomllib.loads((FOLDER / "scripts.toml").read_text())
 COMMANDS = typer.main.get_command(app).commands["pretrain"].commands
 # Flags that the scripts need and this package refuses; all others are translated or have no effect.
-TOKENS = ["--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"]
 REFUSED = {
     "gpt3-175b": ["--step-batch-size-schedule"],
-    "deepseek-v3": [
-        "--moe-router-force-load-balancing",
-        "--megatron-fsdp-grad-comm-dtype",
-        "--megatron-fsdp-main-grads-dtype",
-    ],
-    "gpt-oss": [
-        *("--quick-geglu", "--glu-linear-offset", "--softmax-type", "--window-attn-skip-freq", "--window-size"),
-        *("--activation-func-clamp-value", "--enable-gpt-oss"),
-    ],
-    "deepspeed-moe": [*TOKENS, "--moe-eval-capacity-factor", "--moe-min-capacity"],
-    "deepspeed-zero-bubble": TOKENS,
+    "deepspeed-moe": ["--moe-min-capacity"],
 }
 LLAMA3 = {
     "model.num_layers": 32,
@@ -97,6 +87,40 @@ EXPECTED = {
         "model.ffn_hidden_size": 3072,
         "precision.bf16": True,
     },
+    "deepseek-v3": {
+        "model.multi_latent_attention": True,
+        "model.moe_router_score_function": "sigmoid",
+        "model.moe_router_force_load_balancing": True,
+        "model.mtp_num_layers": 1,
+        "parallel.zero_stage": 3,
+        "parallel.grad_reduce_in_bf16": True,
+    },
+    "gpt-oss": {
+        "model.activation": "clamped_swiglu",
+        "model.swiglu_alpha": 1.702,
+        "model.swiglu_limit": 7.0,
+        "model.swiglu_offset": 1.0,
+        "model.attention_sinks": True,
+        "model.attention_window": 128,
+        "model.layer_type_pattern": ("sliding_attention", "full_attention"),
+        "model.rotary_scaling_object": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 131072,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "attention_factor": 0.1 * math.log(32) + 1,
+        },
+        "model.add_bias_linear": False,
+        "model.num_experts": 4,
+    },
+    "deepspeed-zero-bubble": {
+        "training.train_samples": 146484375,
+        "optimizer.lr_decay_samples": 146484375,
+        "optimizer.lr_warmup_samples": 1464843,
+        "parallel.schedule": "zero-bubble",
+    },
     "deepspeed-llama2": {
         "model.num_query_groups": 4,
         "model.activation": "swiglu",
@@ -108,6 +132,8 @@ EXPECTED = {
     },
     "deepspeed-gpt-distributed-mp": {"parallel.pipeline_model_parallel_size": 2, "precision.fp16": True},
 }
+# Attention with sinks has no dropout here: the script must set it to 0.
+MORE = {"gpt-oss": ["--attention-dropout", "0"]}
 SIZES = {
     "gpt3-175b": 128,
     "bert-340m": 128,
@@ -144,7 +170,7 @@ def test_each_flag_of_a_script_is_known(name):
 )
 def test_configuration_of_a_script_has_its_sizes(name):
     family = SCRIPTS[name]["family"]
-    context = COMMANDS[family].make_context(family, list(translated(name).arguments))
+    context = COMMANDS[family].make_context(family, [*translated(name).arguments, *MORE.get(name, [])])
     flags = {key: value for key, value in context.params.items() if key in option_specs() and value is not None}
     config = resolve_checked(
         flags=flags,

@@ -328,6 +328,15 @@ CASES = {
         {**EXPERTS, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
         "--moe-router-topk",
     ),
+    "gate of an encoder": ({"family": "bert", "activation": "swiglu"}, "--activation"),
+    "activation of relative positions": (
+        {"family": "t5", "position_embedding_type": "relative", "activation": "gelu"},
+        "--activation",
+    ),
+    "two kinds of sinks": (
+        {"attention_sinks": True, "softmax_off_by_one": True, "attention_dropout": 0.0},
+        "--softmax-off-by-one",
+    ),
     "balanced pairs": ({"num_experts": 4, "moe_routing": "balanced"}, "--moe-router-topk"),
     "experts of all layers": ({"num_experts": 10_000, "num_layers": 14}, "--num-experts"),
     "no overflow": (

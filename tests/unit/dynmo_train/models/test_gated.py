@@ -195,3 +195,18 @@ def test_pruned_gate_is_its_own_product():
 
 def test_mlp_knows_every_activation_once():
     assert not GATED.keys() & ACTIVATIONS.keys()
+
+
+@pytest.mark.parametrize(("limit", "offset"), [(float("inf"), 0.0), (float("inf"), 1.0), (0.8, 0.0), (0.8, 0.5)])
+@pytest.mark.parametrize("whole", [True, False])
+def test_limit_and_offset_of_a_gate_are_those_of_its_formula(limit, offset, whole):
+    """Autograd of the formula is the reference of the gradients."""
+    activation, generator = ClampedSwiglu(alpha=1.7, limit=limit, offset=offset), torch.Generator().manual_seed(1)
+    given = [(2 * torch.randn(5, F_, generator=generator, dtype=torch.float64)).requires_grad_() for _ in range(2)]
+    gate, up = given
+    low, inner = gate.clamp(max=limit), up.clamp(-limit, limit)
+    expected = low * torch.sigmoid(1.7 * low) * (inner + offset)
+    found = gated_activation(torch.cat(given, -1), None, activation) if whole else gated_activation(*given, activation)
+    torch.testing.assert_close(found, expected)
+    theirs = torch.autograd.grad(expected.square().sum(), given)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), given), theirs)

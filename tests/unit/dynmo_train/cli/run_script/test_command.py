@@ -181,3 +181,32 @@ def test_help_imports_neither_torch_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_options_after_a_missing_backslash_belong_to_the_command_before(script):
+    text = "D=x\npython tools/merge_mp_partitions.py \\\n  --load a\n--save $D/merged --model-type GPT\necho end\n"
+    result = run(script(text), "--dry-run", "--")
+    assert result.stdout == "dynmo-ckpt merge_mp_partitions --load a --save x/merged --model-type GPT\n"
+    assert "line 4: --save is an option of the command before" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["--save x\n", "python pretrain_gpt.py\necho a\n--save x\n"])
+def test_options_without_a_command_before_are_refused(script, text):
+    result = run(script(text), "--dry-run", "--")
+    assert "--save is not known" in str(result.exception)
+
+
+def test_entities_of_a_page_are_characters(script):
+    text = 'A=&#60;wiki path&#62;.txt\nB="&lt;<a href="#x">x</a>&gt;"\npython pretrain_gpt.py --data-path $A\n'
+    result = run(script(text), "--dry-run", "--")
+    assert "<wiki path> stands for a value" in str(result.exception)
+    given = run(script(text), "--set", "A=c", "--set", "B=d", "--dry-run", "--")
+    assert given.stdout.endswith("dynmo-train pretrain gpt --data-path c\n")
+    assert "line 1: &#60; and other entities of HTML" in given.stderr
+    plain = run(script("python pretrain_gpt.py --data-path 'a&amp;b'\n"), "--dry-run", "--")
+    assert plain.stdout == "dynmo-train pretrain gpt --data-path 'a&amp;b'\n"
+
+
+def test_script_of_another_repository_has_an_equivalent(script):
+    result = run(script("bash examples/bert_example.sh 24\n"), "--dry-run", "--")
+    assert "or run bin/bert_example.sh, its equivalent" in str(result.exception)

@@ -11,6 +11,7 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.cli.run_script.interpreter import interpret_script
+from dynmo_train.cli.run_script.launchers import translate_program
 from dynmo_train.cli.run_script.session import StartStep
 
 GPT = "pretrain gpt --lr 1"
@@ -38,7 +39,7 @@ COMMANDS = {
         f"dynmo-train launch local --nproc 4 -- {GPT}"
     ),
     "python -m torch.distributed.run --nproc_per_node=2 pretrain_bert.py": (
-        "dynmo-train launch local --nproc 2 -- pretrain bert"
+        "dynmo-train launch local --nproc 2 -- pretrain bert --activation gelu_tanh"
     ),
     "deepspeed --num_nodes 1 --num_gpus 4 ../pretrain_gpt2.py --lr 1": (
         f"dynmo-train launch hostfile --num-nodes 1 --num-gpus 4 -- {GPT}"
@@ -246,3 +247,17 @@ def test_hostile_script_is_refused_in_bounded_time(name, tmp_path):
     (tmp_path / "run.sh").write_text("source run.sh")
     with pytest.raises(UsageError, match=r"line|too deep"):
         commands(HOSTILE[name], tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "ict"])
+def test_encoders_of_megatron_have_the_function_of_its_fused_kernel(family):
+    found = translate_program(["python", f"pretrain_{family}.py", "--lr", "1"], "", {})
+    assert found.words == ["dynmo-train", "pretrain", family, "--activation", "gelu_tanh", "--lr", "1"]
+    assert found.notes == ["--activation gelu_tanh: the function of Megatron-LM's fused kernel of bias and GELU"]
+    exact = translate_program(["python", f"pretrain_{family}.py", "--no-bias-gelu-fusion"], "", {})
+    assert exact.words[3:] == ["--no-bias-gelu-fusion"]
+
+
+def test_relative_positions_of_megatron_are_refused():
+    words = ["python", "pretrain_t5.py", "--position-embedding-type", "relative"]
+    assert "use learned" in translate_program(words, "", {})

@@ -21,6 +21,7 @@ TRAINING = {"lr": 1e-3, "train_iters": 1, "data_path": "none", "micro_batch_size
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.5] * 4, "original_max_position_embeddings": 8}
 PLAIN = LlamaShape(**COMMON, num_layers=4)
 SHAPES = {
+    "gates": replace(PLAIN, activation="clamped_swiglu", swiglu_offset=0.5, softmax_off_by_one=True),
     "phi": replace(PLAIN, rotary_fraction=0.5, sliding_window=5, tied_embeddings=True),
     "olmo": replace(PLAIN, norm_placement="post", qk_norm="projection"),
     "qwen": replace(
