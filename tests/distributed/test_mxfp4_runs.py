@@ -79,9 +79,9 @@ def write_model(folder):
 
 
 def write_one_sequence(prefix):
-    """A document of which every sample is the same: its period is the length of a sample. Returns a sample."""
+    """A document of complete periods of a sample's length, so that all samples are the same; returns a sample."""
     period = np.random.default_rng(1).integers(3, 128, LENGTH)
-    tokens = np.tile(period, 40)[: LENGTH * 39 + 1].astype("<u2")
+    tokens = np.tile(period, 40).astype("<u2")
     prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1, 2)
     arrays = (np.array([len(tokens)], "<i4"), np.array([0], "<i8"), np.array([0, 1], "<i8"))
