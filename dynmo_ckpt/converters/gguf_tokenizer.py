@@ -32,7 +32,7 @@ _DEEPSEEK = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 # The expressions by which text is split before bytes are mapped to letters -> llama.cpp's name. Of two models with the
-# same expressions, one takes words of the vocabulary whole (ignore_merges).
+# same expressions, one has ignore_merges: no merges in a word that is a token.
 SPLITS = {
     (f"{_WORDS}\\p{{N}}{{1,3}}{_REST}",): "llama-bpe",
     (f"{_WORDS}\\p{{N}}{_REST}",): "qwen2",

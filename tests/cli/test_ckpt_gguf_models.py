@@ -359,5 +359,5 @@ def test_llama_cpp_computes_with_mxfp4_experts(tmp_path, ckpt):
     ids = np.random.default_rng(0).integers(0, 288, TOKENS).tolist()
     logits = llama_cpp_logits(tmp_path / "out" / "model.gguf", ids)
     with torch.no_grad():
-        wanted = model(torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=5e-2 * np.abs(wanted).max())
+        expected_logits = model(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(logits, expected_logits, rtol=0, atol=5e-2 * np.abs(expected_logits).max())
