@@ -206,7 +206,7 @@ Version = Annotated[
     ),
 ]
 Tokenizer = Annotated[Path | None, typer.Option(help="Directory with the tokenizer's files; default: those of IN.")]
-ShardSize = Annotated[str, typer.Option(help="Size of the largest weight file, such as 500MB or 5GB.")]
+ShardSize = Annotated[str | None, typer.Option(help="Largest weight file, such as 500MB; 5GB, one file of GGUF.")]
 VocabDivisor = Annotated[
     int,
     typer.Option(
@@ -310,7 +310,7 @@ class ExportOptions:
     PANEL: ClassVar[str] = "Contents of OUT"
 
     tokenizer: Tokenizer = None
-    max_shard_size: ShardSize = "5GB"
+    max_shard_size: ShardSize = None
     dtype: WeightType = Dtype.KEEP
     checkpoint_version: Version = 3.0
 
@@ -328,7 +328,7 @@ class ExportOptions:
             partition=topology.partition,
             checkpoint_version=self.checkpoint_version,
             tokenizer=self.tokenizer,
-            max_shard_bytes=parse_bytes(self.max_shard_size),
+            max_shard_bytes=None if self.max_shard_size is None else parse_bytes(self.max_shard_size),
         )
 
 

@@ -18,8 +18,30 @@ from ..io.files import read_file
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The expression by which text is split before bytes are mapped to letters -> llama.cpp's name.
-SPLITS = {f"{_WORDS}\\p{{N}}{{1,3}}{_REST}": "llama-bpe", f"{_WORDS}\\p{{N}}{_REST}": "qwen2"}
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE_LETTERS = r"[^\r\n\p{L}\p{N}]?"
+_O200K = (
+    f"{_BEFORE_LETTERS}{_UPPER}*{_LOWER}+{_CONTRACTIONS}|{_BEFORE_LETTERS}{_UPPER}+{_LOWER}*{_CONTRACTIONS}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+# The expressions by which text is split before bytes are mapped to letters -> llama.cpp's name. Of two models with the
+# same expressions, one has ignore_merges: no merges in a word that is a token.
+SPLITS = {
+    (f"{_WORDS}\\p{{N}}{{1,3}}{_REST}",): "llama-bpe",
+    (f"{_WORDS}\\p{{N}}{_REST}",): "qwen2",
+    (_O200K,): "gpt-4o",
+    _DEEPSEEK: "deepseek-v3",
+}
+WITH_MERGES = {"llama-bpe": "dbrx"}
+# A vocabulary of tiktoken has a merge for each way to divide a token, so that merging ends in the word itself.
+EITHER_MERGES = ("gpt-4o",)
 ID_KEYS = ("bos", "eos", "pad", "unk")
 NO_TOKENIZER = "; --tokenizer with an empty directory writes the model without one"
 
@@ -130,8 +152,7 @@ def _byte_level(path: Path) -> _Vocabulary:
     document = _object(path)
     try:
         model = document["model"]
-        found = _Vocabulary(_pre_tokenizer(path, document))
-        _check_merging(path, model, found.kind)
+        found = _Vocabulary(_merging(path, model, _pre_tokenizer(path, document)))
         for token, number in model["vocab"].items():
             _place(path, found, number, token, NORMAL)
         found.merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
@@ -159,12 +180,16 @@ def _pre_tokenizer(path: Path, document: Mapping[str, Any]) -> str:
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
         raise UnsupportedError(f"{path}: add_prefix_space is not written to GGUF{NO_TOKENIZER}")
+    if normalizer == {"type": "Sequence", "normalizers": []}:
+        normalizer = None
     name = None
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         name = "gpt-2"
-    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
-        whole = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
-        name = SPLITS.get(steps[0].get("pattern", {}).get("Regex", "")) if whole else None
+    splits = steps[:-1]
+    if kinds == ["Split"] * len(splits) + ["ByteLevel"] and splits and not steps[-1].get("use_regex", True):
+        whole = all(step.get("behavior") == "Isolated" and not step.get("invert") for step in splits)
+        patterns = tuple(step.get("pattern", {}).get("Regex", "") for step in splits)
+        name = SPLITS.get(patterns) if whole else None
     if name is None or (normalizer is not None and (name, normalizer.get("type")) != ("qwen2", "NFC")):
         raise UnsupportedError(
             f"{path}: the rules that split text are none of gpt-2, {', '.join(SPLITS.values())}; llama.cpp would "
@@ -173,13 +198,16 @@ def _pre_tokenizer(path: Path, document: Mapping[str, Any]) -> str:
     return name
 
 
-def _check_merging(path: Path, model: Mapping[str, Any], name: str) -> None:
-    """Refuse settings of BPE that llama.cpp does not have, or has only under another name."""
+def _merging(path: Path, model: Mapping[str, Any], name: str) -> str:
+    """llama.cpp's name of a split with its merges; refuses settings of BPE that llama.cpp does not have."""
     unlike = [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
-    if bool(model.get("ignore_merges")) != (name == "llama-bpe"):
+    whole_words = bool(model.get("ignore_merges"))
+    found = name if whole_words else WITH_MERGES.get(name, name)
+    if whole_words and name != "llama-bpe" and name not in EITHER_MERGES:
         unlike.append("ignore_merges")
     if unlike:
-        raise UnsupportedError(f"{path}: llama.cpp's {name} does not have {unlike[0]} of this model{NO_TOKENIZER}")
+        raise UnsupportedError(f"{path}: llama.cpp's {found} does not have {unlike[0]} of this model{NO_TOKENIZER}")
+    return found
 
 
 def _begins_with_special(processor: Any) -> bool | None:

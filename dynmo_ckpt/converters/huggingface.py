@@ -29,6 +29,7 @@ from .assemble import check_model, from_map, model_from_config
 from .registry import CheckpointFormat
 
 QUANTIZATION_KEY = "quantization_config"
+MAX_SHARD_BYTES = 5_000_000_000
 
 
 def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
@@ -105,7 +106,7 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     inside = checkpoint.directory / "tokenizer"
     tokenizer = options.tokenizer or (inside if inside.is_dir() else checkpoint.directory)
     copied, end = tokenizer_files(tokenizer, model["vocab_size"], model["max_position_embeddings"])
-    files = tuple(plan_files(mapped, options.max_shard_bytes, dtype, buffers))
+    files = tuple(plan_files(mapped, options.max_shard_bytes or MAX_SHARD_BYTES, dtype, buffers))
     computed = hf_config(model, DTYPE_NAMES[dtype], end, preferred)
     config = with_class_names(export_config(source, model, computed), manifest)
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}

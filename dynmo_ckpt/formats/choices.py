@@ -7,6 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 
 AUTO = "auto"
+# Types of --to gguf only, whose values share a scale.
+BLOCK_TYPES = {"q8_0": "Q8_0", "mxfp4": "MXFP4"}
 
 
 class VerifyLevel(StrEnum):
@@ -25,11 +27,12 @@ class Dtype(StrEnum):
     FP16 = "fp16"
     BF16 = "bf16"
     Q8_0 = "q8_0"
+    MXFP4 = "mxfp4"
 
     @property
     def stored(self) -> str | None:
         """The name in safetensors; None keeps the type of the input."""
-        return {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}.get(self.value)
+        return {"fp32": "F32", "fp16": "F16", "bf16": "BF16", **BLOCK_TYPES}.get(self.value)
 
 
 class ReplicaPolicy(StrEnum):
@@ -89,7 +92,7 @@ class WriteOptions:
         partition: number of layers of each stage, such as ``7,5,8,4``; None splits evenly.
         checkpoint_version: version of a legacy Megatron checkpoint.
         tokenizer: a directory with the tokenizer's files; None takes those of the input.
-        max_shard_bytes: size of the largest weight file, in bytes.
+        max_shard_bytes: size of the largest weight file, in bytes; None is the default of the format.
     """
 
     dtype: str | None = None
@@ -100,4 +103,4 @@ class WriteOptions:
     partition: str | None = None
     checkpoint_version: float = 3.0
     tokenizer: Path | None = None
-    max_shard_bytes: int = 5_000_000_000
+    max_shard_bytes: int | None = None

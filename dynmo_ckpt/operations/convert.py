@@ -21,7 +21,7 @@ from pathlib import Path
 from .._common.errors import UsageError
 from ..converters.native import plan_native_export
 from ..converters.registry import CheckpointFormat, detect, get_format, open_and_report
-from ..formats.choices import AUTO, Dtype, ReadOptions, WriteOptions
+from ..formats.choices import AUTO, BLOCK_TYPES, ReadOptions, WriteOptions
 from ..native.reshard import layer_counts, num_blocks, partition_from_counts, single_stage_partition
 from .logits import LogitsCheck
 from .write import WriteSettings, write_export
@@ -138,7 +138,8 @@ def check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimiz
     if unused:
         allowed = " and ".join(f"--{field}" for field in output.topology) or "no topology option"
         raise UsageError(f"--{unused[0]}: does not apply to --to {output.name}, which takes {allowed}")
-    if write.dtype == Dtype.Q8_0.stored and output.name != "gguf":
-        raise UsageError(f"--dtype q8_0: blocks of eight bits are a type of --to gguf only, not of {output.name}")
+    blocks = [name for name, stored in BLOCK_TYPES.items() if stored == write.dtype]
+    if blocks and output.name != "gguf":
+        raise UsageError(f"--dtype {blocks[0]}: blocks with a scale are a type of --to gguf only, not of {output.name}")
     if with_optimizer and not output.stores_optimizer:
         raise UsageError(f"--with-optimizer: {output.name} checkpoints do not store optimizer state")

@@ -253,7 +253,7 @@ class FinetuneRun:
         """Load the weights into the engine, and return the step to resume after."""
         if resumed is not None:
             check_same_model(resumed, engine.family)
-            check_all_weights_are_read(resumed, engine.item_store)
+            check_all_weights_are_read(resumed, engine.item_store, self.world)
             step, consumed = int(resumed.manifest["step"]), int(resumed.manifest["consumed_train_samples"])
             # Samples are addressed by step * batch, so another batch size would repeat or skip some.
             if consumed != step * self.batch:

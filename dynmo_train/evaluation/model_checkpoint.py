@@ -30,6 +30,7 @@ from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, broadcast_object, destroy_world
 from ..trainer.checkpoint.load_checkpoint import convert_to_native, default_cache, first_valid_checkpoint, foreign_kind
+from ..trainer.checkpoint.unread_tensors import check_model_has_all_weights
 from ..trainer.failures import lost_another_rank
 from ..trainer.fingerprint import checkpoint_properties, join_same, option_properties, require_same
 
@@ -111,7 +112,8 @@ def open_model(path: Path, inference: InferenceConfig, world: World) -> ModelChe
     Rank 0 converts foreign formats into ``--cache-dir`` first.
 
     Raises:
-        UsageError: there is no checkpoint, it cannot be converted, or its model cannot be built.
+        UsageError: there is no checkpoint, it cannot be converted, its model cannot be built, or it has weights that
+            the model does not have.
     """
 
     def candidates() -> list[str]:
@@ -127,9 +129,14 @@ def open_model(path: Path, inference: InferenceConfig, world: World) -> ModelChe
     )
     if faults and world.is_rank0:
         print_message(f"warning: damaged checkpoint: {'; '.join(faults)}; using {directory} instead")
-    model_checkpoint = run_on_all_ranks(world, lambda: _read_model(directory, world.dims.tensor))
-    require_same(world, checkpoint_properties(model_checkpoint.checkpoint))
-    return model_checkpoint
+    found_model = run_on_all_ranks(world, lambda: _read_model(directory, world.dims.tensor))
+    require_same(world, checkpoint_properties(found_model.checkpoint))
+
+    def checked() -> ModelCheckpoint:
+        check_model_has_all_weights(found_model.checkpoint, found_model.family, world)
+        return found_model
+
+    return run_on_all_ranks(world, checked)
 
 
 def open_causal_model(inference: InferenceConfig, world: World, model_flags: Mapping[str, Any]) -> ModelCheckpoint:

@@ -409,7 +409,7 @@ def _engine(
     if checkpoint is None:
         engine.build()
         return engine
-    check_all_weights_are_read(checkpoint, engine.item_store)
+    check_all_weights_are_read(checkpoint, engine.item_store, world)
     if _takes_weights_only(config, checkpoint):
         engine.restore(state_reader(checkpoint, engine.item_store, world, moments=False), 0)
         return engine

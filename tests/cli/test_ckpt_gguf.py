@@ -211,17 +211,23 @@ def test_gguf_is_refused_as_an_input_by_name(tmp_path, ckpt):
     assert "format gguf can only be written" in result.stderr
 
 
+NAMES = ["llama-bpe", "dbrx", "qwen2", "gpt-4o", "deepseek-v3"]
+
+
 def byte_level(directory, split=None, **changes):
     """A small byte-level BPE with two added tokens, trained by the tokenizers package."""
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=split == "llama-bpe"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=split in ("llama-bpe", "gpt-4o")))
     words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     if split is not None:
         from dynmo_ckpt.converters.gguf_tokenizer import SPLITS
 
-        pattern = next(pattern for pattern, name in SPLITS.items() if name == split)
-        first = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-        words = tokenizers.pre_tokenizers.Sequence([first, words])
+        same = {"dbrx": "llama-bpe"}.get(split, split)
+        patterns = next(patterns for patterns, name in SPLITS.items() if name == same)
+        first = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(each), "isolated") for each in patterns]
+        words = tokenizers.pre_tokenizers.Sequence([*first, words])
+    if split == "deepseek-v3":
+        tokenizer.normalizer = tokenizers.normalizers.Sequence([])
     tokenizer.pre_tokenizer = words
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=280, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
@@ -235,7 +241,7 @@ def byte_level(directory, split=None, **changes):
     return tokenizer
 
 
-@pytest.mark.parametrize("split", [None, "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("split", [None, *NAMES])
 def test_tokenizer_has_every_token_merge_and_type(tmp_path, ckpt, split):
     save("qwen2", tmp_path / "in")
     tokenizer = byte_level(tmp_path / "in", split)
@@ -331,9 +337,10 @@ def test_llama_cpp_computes_the_logits_of_transformers(tmp_path, ckpt, name):
 
 
 TEXTS = ["the cat sat", "  the mats, 12345!\n\n cats don't  ", "Ünïcode 猫 <tool> x", "THE CAT'S\tmat"]
+TEXTS += ["theCat THEcat ThE's", "#the cats/mats\n/ 1234the猫の猫 12345678", "mat\u0301s ǅ cat\r\n the"]
 
 
-@pytest.mark.parametrize("split", [None, "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("split", [None, *NAMES])
 def test_llama_cpp_tokenizes_as_the_tokenizer(tmp_path, ckpt, split):
     library = llama_cpp()
     save("qwen2", tmp_path / "in")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from dynmo_ckpt.formats.checkpoint import seal
 from tests.distributed.whole_runs import arguments, run_command, train, write_data
 from tests.distributed.workers import run_workers
+from tests.unit.dynmo_ckpt import native_checkpoints
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 EXTRA = "layers.0.attention.extra.weight"
@@ -55,3 +57,38 @@ def test_unchanged_checkpoint_is_loaded(saved, tmp_path):
     data, checkpoint = saved
     code, stderr = load(data, tmp_path, checkpoint)
     assert code == 0, stderr
+
+
+def open_for_evaluation(folder):
+    """The message by which an evaluation refuses the checkpoint, on each rank; empty where it opens it."""
+    from dynmo_train._common.errors import UsageError
+    from dynmo_train.config.evaluation import GenerateConfig, InferenceConfig
+    from dynmo_train.config.fields import values_of
+    from dynmo_train.evaluation.model_checkpoint import evaluation_world, open_causal_model
+
+    size = int(os.environ["WORLD_SIZE"])
+    options = {"load": str(folder), "device": "cpu", "pipeline_model_parallel_size": size}
+    place = values_of(InferenceConfig, options)
+    with evaluation_world(place, GenerateConfig(), size) as world:
+        try:
+            open_causal_model(place, world, {})
+        except UsageError as error:
+            return str(error)
+        except SystemExit as end:
+            return f"exit {end.code}"
+    return ""
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_evaluation_refuses_the_weight_whatever_rank_checks_it(tmp_path, layer):
+    m = native_checkpoints.model(num_layers=4, padded_vocab_size=36, max_position_embeddings=24)
+    native_checkpoints.save(tmp_path / "native", native_checkpoints.parameters(m, seed=4), m)
+    assert run_workers(open_for_evaluation, 2, tmp_path / "native", joins=False) == ["", ""]
+    path = tmp_path / "native" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    tensors = manifest["tensors"]
+    tensors[f"layers.{layer}.mlp.extra.weight"] = dict(tensors["layers.0.mlp.norm.weight"])
+    path.write_bytes(seal(manifest))
+    first, second = run_workers(open_for_evaluation, 2, tmp_path / "native", joins=False)
+    assert f"does not have: 'layers.{layer}.mlp.extra.weight'" in first
+    assert second == "exit 2"

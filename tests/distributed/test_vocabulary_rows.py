@@ -81,7 +81,7 @@ def every_pair(world: World, folder: str) -> dict[tuple[int, int], float]:
         for after in PADDED:
             engine, checkpoint = engine_at(world, after), open_checkpoint(path)
             check_same_model(checkpoint, engine.family)
-            check_all_weights_are_read(checkpoint, engine.item_store)
+            check_all_weights_are_read(checkpoint, engine.item_store, world)
             engine.restore(state_reader(checkpoint, engine.item_store, engine.world), 1)
             again = stored(engine, Path(folder) / f"{before}-{after}", 1)
             if world.is_rank0:
