@@ -202,7 +202,9 @@ def store_by_columns(module: nn.Module) -> None:
     against 16 GB/s on a 2-core AMD EPYC, widths 768 to 3,072). A head that shares the word table's memory gets a copy.
     """
     for child in module.modules():
-        if isinstance(child, Head) or (isinstance(child, PrunableLinear) and child.form == DENSE):
+        is_dense = isinstance(child, Head) or (isinstance(child, PrunableLinear) and child.form == DENSE)
+        # A packed weight stays packed: it is faster than one by rows.
+        if is_dense and child.packed is None and not child.weight.data.t().is_contiguous():
             child.weight.data = child.weight.data.t().contiguous().t()
 
 
