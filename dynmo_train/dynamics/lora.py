@@ -82,13 +82,9 @@ def _check(config: Config, _world_size: int) -> Iterator[Problem]:
         settings_of(config)
     except UsageError as error:
         yield Problem("--lora-target-modules", "choice", str(error))
-    parallel = config.parallel
     excluded = {
-        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size > 1,
-        "--zero-stage": parallel.zero_stage > 0,
-        "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
+        "--vocabulary-parallel": config.parallel.vocabulary_parallel is not None,
         "--fp8": config.precision.fp8,
-        "--torch-compile": config.training.torch_compile,
         "--sparsify": config.pruning.sparsify,
         "--freeze-schedule": config.freezing.freeze_schedule is not None,
         "--freeze-adaptive": bool(config.freezing.freeze_adaptive),

@@ -281,6 +281,7 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         },
         sparse=sparse_table(config, stored),
         zero_stage=parallel.zero_stage,
+        per_token_loss=config.data.calculate_per_token_loss,
         zero_sync_microbatches=parallel.zero_gradient_sync == "microbatch",
         sequence_parallel=parallel.sequence_parallel,
         async_tensor_parallel=parallel.async_tensor_parallel,

@@ -104,6 +104,40 @@ def test_adapters_on_two_replicas_have_nearly_the_same_losses(base, tuned, tmp_p
         assert loss == pytest.approx(figures(tuned)[step][0], rel=1e-5)
 
 
+LAYOUTS = {
+    "tensor": (2, ("--tensor-model-parallel-size", "2"), {}),
+    "sequence": (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel"), {}),
+    "zero-1": (2, ("--zero-stage", "1"), {"data_parallel_size": None}),
+    "zero-3": (2, ("--zero-stage", "3"), {"data_parallel_size": None}),
+    "compiled": (1, ("--torch-compile", "--torch-compile-backend", "aot_eager"), {}),
+}
+# Dropout draws other numbers on tensor ranks.
+UNDROPPED = ("--lora-dropout", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
+
+
+@pytest.fixture(scope="module")
+def undropped(base):
+    tune(base, base.parent / "undropped", 1, *UNDROPPED)
+    return base.parent / "undropped"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_of_a_sharded_run_are_those_of_one_process(base, undropped, tmp_path, layout):
+    workers, flags, options = LAYOUTS[layout]
+    tune(base, tmp_path / "run", workers, *UNDROPPED, *flags, **options)
+    for step, (loss, norm) in figures(tmp_path / "run").items():
+        assert (loss, norm) == pytest.approx(figures(undropped)[step], rel=1e-4), step
+    found, expected = (open_checkpoint(find_checkpoint(run)) for run in (tmp_path / "run", undropped))
+    trained = sorted(expected.manifest["optimizer"]["steps"])
+    assert sorted(found.manifest["optimizer"]["steps"]) == trained
+    for name, tensor in found.load(trained).items():
+        torch.testing.assert_close(tensor, expected.load([name])[name], rtol=1e-3, atol=2e-5)
+    # On another layout: the optimizer state of the adapters, too.
+    again = {**SHAPE, "train_iters": "10"}
+    train(None, tmp_path / "more", 1, *LORA, *UNDROPPED, **again, load=str(tmp_path / "run"))
+    assert sorted(figures(tmp_path / "more")) == [9, 10]
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -163,12 +197,27 @@ def test_export_of_a_model_without_adapters_is_refused(base, tmp_path):
     assert "has no adapters" in text
 
 
-def test_adapter_of_a_gpt_is_exported_merged_only(tuned, tmp_path):
-    code, text = run_command(["export-adapter", "--load", str(tuned), "-o", str(tmp_path / "out")])
-    assert code == 2
-    assert "--merge" in text
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_exported_adapter_of_a_gpt_has_the_logits_of_the_merged_model(base, tuned, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    command("dynmo-train", "export-adapter", "--load", tuned, "-o", tmp_path / "merged", "--merge")
+    command("dynmo-train", "export-adapter", "--load", tuned, "-o", tmp_path / "adapter")
+    for name, source in (("base-hf", base), ("merged-hf", tmp_path / "merged")):
+        command("dynmo-ckpt", "convert", source, tmp_path / name, "--to", "hf")
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base-hf")
+    plain = logits_of(model, ids)
+    expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged-hf"), ids)
+    assert not torch.allclose(plain, expected, atol=1e-3)
+    peft = pytest.importorskip("peft", reason="peft is not installed (an optional peer)")
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(adapted, ids), expected, rtol=0, atol=1e-5)
+
+
+def test_export_to_a_directory_with_files_is_refused(tuned, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    code, text = run_command(["export-adapter", "--load", str(tuned), "-o", str(tmp_path / "full"), "--merge"])
-    assert code == 2
-    assert "already exists" in text
+    for merge in ((), ("--merge",)):
+        code, text = run_command(["export-adapter", "--load", str(tuned), "-o", str(tmp_path / "full"), *merge])
+        assert code == 2
+        assert "already exists" in text
