@@ -353,9 +353,7 @@ class HelpPage:
             visible = [row for row in rows if row in shown]
             if not is_grouped:
                 # Without a section of their own, required options are marked.
-                visible = [
-                    replace(row, default=row.default or "required") if row.required else row for row in visible
-                ]
+                visible = [replace(row, default=row.default or "required") if row.required else row for row in visible]
             if visible:
                 page.heading(title)
                 page.options(visible, widths)

@@ -69,7 +69,7 @@ def generate_text(
             from ..evaluation.chat_prompts import of_user
 
             conversations = [of_user(text, options.system) for text in texts]
-    settings = generation_settings(options, unconditional=bool(texts) and texts == [""] * len(texts), stops=stop)
+    settings = generation_settings(options, unconditional=bool(texts) and set(texts or ()) == {""}, stops=stop)
     if stream:
         _check_stream(options, report, settings)
     for line in task_warnings(config, options) if is_rank0() else ():

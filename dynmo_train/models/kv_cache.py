@@ -202,9 +202,12 @@ def store_by_columns(module: nn.Module) -> None:
     against 16 GB/s on a 2-core AMD EPYC, widths 768 to 3,072). A head that shares the word table's memory gets a copy.
     """
     for child in module.modules():
-        is_dense = isinstance(child, Head) or (isinstance(child, PrunableLinear) and child.form == DENSE)
         # A packed weight stays packed: it is faster than one by rows.
-        if is_dense and child.packed is None and not child.weight.data.t().is_contiguous():
+        if isinstance(child, Head):
+            is_dense = child.packed is None
+        else:
+            is_dense = isinstance(child, PrunableLinear) and child.form == DENSE and child.packed is None
+        if is_dense:
             child.weight.data = child.weight.data.t().contiguous().t()
 
 

@@ -76,7 +76,7 @@ def test_template_of_a_file_replaces_that_of_the_tokenizer(tmp_path):
         "[" * 100_000,
     ],
 )
-def test_line_that_is_no_conversation_is_refused(line):
+def test_line_that_is_not_a_conversation_is_refused(line):
     with pytest.raises(UsageError, match=r"t\.jsonl"):
         conversations_of(line, "t.jsonl")
 
