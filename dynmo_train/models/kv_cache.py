@@ -203,11 +203,9 @@ def store_by_columns(module: nn.Module) -> None:
     """
     for child in module.modules():
         # A packed weight stays packed: it is faster than one by rows.
-        if isinstance(child, Head):
-            is_dense = child.packed is None
-        else:
-            is_dense = isinstance(child, PrunableLinear) and child.form == DENSE and child.packed is None
-        if is_dense:
+        if not isinstance(child, Head | PrunableLinear) or child.packed is not None:
+            continue
+        if isinstance(child, Head) or child.form == DENSE:
             child.weight.data = child.weight.data.t().contiguous().t()
 
 
