@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from dynmo_train._common.errors import UsageError
 from dynmo_train.models.gpt import Gpt
 from dynmo_train.models.llama import Llama
-from dynmo_train.models.lora import LoraFamily, LoraSettings, is_adapter
+from dynmo_train.models.lora import LoraFamily, LoraSettings, is_adapter, merge_adapters
 from dynmo_train.trainer.checkpoint.export_adapter import ADAPTER_NAME
 from dynmo_train.trainer.checkpoint.peft_layout import layout_of, peft_config, peft_tensors
 from tests.parity.item_stream import build_all, parameters, run
-from tests.parity.test_decoder_shapes import LLAMA, SHAPES, models_of
+from tests.parity.test_decoder_shapes import LLAMA, SHAPES, hugging_face, models_of, renamed
 from tests.parity.test_gpt2 import SHAPE as GPT2
-from tests.parity.test_gpt2 import models_of_gpt2
+from tests.parity.test_gpt2 import models_of_gpt2, regrouped
 
 TARGETS = {
     "GPT-2": [("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "down_proj"), ("q_proj", "v_proj"), ("v_proj", "fc1")],
@@ -84,6 +84,45 @@ def test_exported_adapter_of_joined_modules_has_the_logits_of_peft(tmp_path, nam
     # All tensors of the file are parameters of PEFT's model, and all of its adapters are in the file.
     own = {each.replace(".default", "") for each, _ in loaded.named_parameters() if "lora_" in each}
     assert own == set(tensors)
+
+
+def changes_of_merged_weights(name, base, modules):
+    """What merging adds to each weight, by the names and rows of transformers' modules."""
+    before = {key: value.detach().clone() for key, value in parameters(base).items()}
+    for module in modules.values():
+        merge_adapters(module)
+    change = {key: value.detach() - before[key] for key, value in parameters(modules).items()}
+    if name != "GPT-2":
+        shape = SHAPES[name]
+        found = renamed(change, shape, dict(hugging_face(name, shape).named_parameters()))
+        return {key.removesuffix(".weight"): value for key, value in found.items() if ".layers." in key}
+    names = {"attention.dense": "attn.c_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
+    found = {}
+    for layer in range(GPT2.num_layers):
+        mine, theirs = f"layers.{layer}.", f"transformer.h.{layer}."
+        found[f"{theirs}attn.c_attn"] = regrouped(change[f"{mine}attention.qkv.weight"])
+        found |= {theirs + their: change[f"{mine}{our}.weight"] for our, their in names.items()}
+    return found
+
+
+@pytest.mark.parametrize(("name", "targets"), [(name, each) for name, some in TARGETS.items() for each in some])
+def test_products_of_an_exported_adapter_are_the_changes_of_merged_weights(tmp_path, name, targets):
+    family, base = (Gpt(GPT2), models_of_gpt2()[0]) if name == "GPT-2" else models_of(name)[:2]
+    wrapped, modules = adapted(family, base, targets)
+    tensors = write_adapter(tmp_path, wrapped, modules)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    changes = changes_of_merged_weights(name, base, modules)
+    for module, change in changes.items():
+        path = f"base_model.model.{module}"
+        if f"{path}.lora_A.weight" not in tensors:
+            assert not change.any()
+            continue
+        a, b = tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"]
+        key = next(each for each in config["target_modules"] if module.endswith(f".{each}"))
+        assert len(a) == config["rank_pattern"].get(key, config["r"])
+        scale = config["alpha_pattern"].get(key, config["lora_alpha"]) / len(a)
+        torch.testing.assert_close(scale * b @ a, change, rtol=0, atol=1e-5)
+        assert change.any()
 
 
 def test_layout_follows_the_architecture_of_the_export():
