@@ -140,7 +140,13 @@ class Engine:
             )
         dispatcher = token_dispatcher(world, slots=settings.expert_slots, chunk_rows=settings.expert_chunk_rows)
         builder = ItemBuilder(
-            sharding=ItemSharding(family=family, region=region, fsdp=fsdp, dispatcher=dispatcher),
+            sharding=ItemSharding(
+                family=family,
+                region=region,
+                fsdp=fsdp,
+                dispatcher=dispatcher,
+                adapters_only=settings.adapters_only,
+            ),
             device=world.device,
             replicas=replica_gather(world),
             context=context_region(world),

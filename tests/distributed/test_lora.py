@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import partial
@@ -138,6 +139,94 @@ def test_adapters_of_a_sharded_run_are_those_of_one_process(base, undropped, tmp
     assert sorted(figures(tmp_path / "more")) == [9, 10]
 
 
+def test_adapters_alone_are_saved_and_resumed_with_the_same_bits(base, tuned, tmp_path):
+    run = tmp_path / "run"
+    tune(base, run, 1, "--lora-save-adapters", exit_interval="5")
+    stored = manifest_of(run, 5)
+    parameters = [name for name, entry in stored["tensors"].items() if entry["role"] == "parameter"]
+    assert parameters
+    assert all(map(is_adapter, parameters))
+    assert sorted(stored["optimizer"]["steps"]) == sorted(parameters)
+    # On two stages, and without the option once more: from adapters alone to a checkpoint with all weights.
+    shutil.copytree(run, tmp_path / "whole")
+    train(None, tmp_path / "whole", 1, *LORA, **SHAPE, load=str(tmp_path / "whole"))
+    assert tensors(tmp_path / "whole", 8) == tensors(tuned, 8)
+    layout = {"pipeline_model_parallel_size": "2", "schedule": "zero-bubble"}
+    train(None, run, 2, *LORA, "--lora-save-adapters", **(SHAPE | layout), load=str(run))
+    assert figures(run) == figures(tuned)
+    expected, found = tensors(tuned, 8), tensors(run, 8)
+    assert found == {name: expected[name] for name in found}
+    assert len(found) < len(expected)
+    whole = open_checkpoint(find_checkpoint(tuned))
+    loaded = open_checkpoint(find_checkpoint(run))
+    names = whole.names("parameter")
+    assert sorted(loaded.names("parameter")) == sorted(names)
+    for name, tensor in whole.load(names).items():
+        assert torch.equal(loaded.load([name])[name], tensor)
+    # Merged weights are those of the run that has saved all of them.
+    for name, source in (("one", run), ("other", tuned)):
+        command("dynmo-train", "export-adapter", "--load", source, "-o", tmp_path / name, "--merge")
+    one, other = (open_checkpoint(find_checkpoint(tmp_path / name)) for name in ("one", "other"))
+    assert one.names() == other.names()
+    for name in one.names():
+        assert torch.equal(one.load([name])[name], other.load([name])[name])
+    code, text = run_program("dynmo-ckpt", "convert", run, tmp_path / "hf", "--to", "hf")
+    assert code == 2
+    assert "--merge" in text
+
+
+@pytest.mark.parametrize("damage", ["manifest", "missing", "weights"])
+def test_adapters_alone_on_another_base_are_refused(base, tmp_path, damage):
+    shutil.copytree(base, tmp_path / "base")
+    tune(tmp_path / "base", tmp_path / "run", 1, "--lora-save-adapters", train_iters="2", eval_interval="2")
+    place = find_checkpoint(tmp_path / "base")
+    if damage == "missing":
+        shutil.rmtree(place)
+    elif damage == "manifest":
+        # Another model of the same shape: that of another step.
+        train(None, tmp_path / "more", 1, *FLAGS, **(SHAPE | {"train_iters": "5"}), load=str(base))
+        shutil.rmtree(place)
+        shutil.copytree(find_checkpoint(tmp_path / "more"), place)
+    else:
+        file = next(place.glob("model-*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    code, text = run_program(
+        "dynmo-train", "export-adapter", "--load", tmp_path / "run", "-o", tmp_path / "out", "--merge"
+    )
+    assert code != 0
+    assert {"missing": "put it back", "manifest": "not the base", "weights": "the bytes were altered"}[damage] in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--lora-save-adapters",), "without --lora-rank"),
+        (("--lora-rank", "2", "--lora-save-adapters"), "give --load BASE"),
+    ],
+)
+def test_adapters_alone_need_a_base(tmp_path, flags, words):
+    sizes = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8"]
+    rest = [
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "1",
+        "--train-iters",
+        "1",
+        "--vocab-size",
+        "9",
+        "--lr",
+        "1",
+    ]
+    code, text = run_command(
+        ["pretrain", "gpt", "--mock-data", *sizes, *rest, "--run-dir", str(tmp_path / "r"), *flags]
+    )
+    assert code == 2
+    assert words in text
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -161,10 +250,15 @@ def logits_of(model, ids):
         return model.eval()(input_ids=ids).logits
 
 
-def command(*words):
+def run_program(*words):
     done = subprocess.run([program_path(words[0]), *map(str, words[1:])], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.returncode, done.stdout + done.stderr
+
+
+def command(*words):
+    code, text = run_program(*words)
+    assert code == 0, text
+    return text
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
