@@ -82,7 +82,7 @@ class DataConfig:
         common=True,
     )
     calculate_per_token_loss: bool = option(
-        "Average the loss over the counted tokens of a step, not by microbatch.", default=False
+        "Average the loss over counted tokens of the step, not microbatches.", default=False
     )
     sft_packing: bool = option("Pack several conversations into a sample of --sft; else pad one.", default=True)
     split: str = option("Weights of the training, validation and test splits.", default="969,30,1", common=True)
