@@ -30,6 +30,7 @@ REPORTS = ("dynmo_train", "dynmo_balance")
 PAGES = (*REPORTS, "dynmo_ckpt")
 SHARED: Mapping[str, Sequence[str]] = {
     "_common/__init__.py": ALL,
+    "_common/chat_template.py": ("dynmo_tools", "dynmo_train"),
     "_common/checks.py": ALL,
     "_common/completion.py": ALL,
     "_common/console.py": ALL,

@@ -12,7 +12,7 @@ from .._common.document import MAX_TABLE_BYTES, MAX_WORD_BYTES, DocumentError, r
 from .._common.errors import UsageError
 from ..formats.checkpoint import parse_manifest
 from ..formats.checkpoint_rules import VOCABULARY_ROWS
-from ..io.errors import CorruptError, short_name
+from ..io.errors import CorruptError, UnsupportedError, short_name
 from ..io.files import read_file
 from ..io.safetensors import StoredArray, read_index
 from ..tensors.views import Piece, Tensor, as_tensor
@@ -159,8 +159,14 @@ def open_native(directory: Path) -> NativeCheckpoint:
 
     Raises:
         CorruptError: the manifest or a shard is missing or invalid, or they contradict each other.
+        UnsupportedError: it has adapters alone, and refers to another checkpoint for the other weights.
     """
     manifest = load_manifest(directory)
+    if "x_base" in manifest:
+        raise UnsupportedError(
+            f"{directory} has the adapters of LoRA alone; write a checkpoint with all weights first, by dynmo-train"
+            " export-adapter --merge, or the adapters for PEFT, without --merge"
+        )
     files = {shard["file"] for entry in manifest["tensors"].values() for shard in entry["shards"]}
     indices = {name: read_index(directory / name).arrays for name in sorted(files)}
     tensors = {name: _assemble(directory, name, entry, indices) for name, entry in manifest["tensors"].items()}

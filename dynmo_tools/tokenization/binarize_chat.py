@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .._common.chat_template import ConversationError, open_chat_template
 from .._common.errors import UsageError
 from ..config.settings import BinarizeChatSettings
 from ..formats.dataset import digest_file, digest_vocabulary
@@ -25,7 +26,6 @@ from ..io.jsonl import BadLineError
 from ..runner.task import FIRST_FAILURE, Phase, Task, read_marker
 from ..runner.task_manifest import TaskManifest
 from .binarize import BATCH_CHARACTERS, SequenceWriter, join_parts
-from .chat_template import ConversationError, open_chat_template
 from .conversations import ChatTokenizer, TokenizedChat, conversation_of
 from .definitions import read_definition
 from .provenance import tokenizer_files

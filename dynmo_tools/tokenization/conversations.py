@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .._common.chat_template import ChatTemplate, Message, Span
 from .._common.document import MAX_TABLE_BYTES, parse_any_json
 from ..io.jsonl import BadLineError, contains_surrogates
-from .chat_template import ChatTemplate, Message, Span
 from .definitions import Definition
 from .tokenizers import HuggingFaceTokenizer
 

@@ -23,7 +23,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -351,6 +351,9 @@ class HelpPage:
         widths = _column_widths(shown, page.width)
         for title, rows in titles.items():
             visible = [row for row in rows if row in shown]
+            if not is_grouped:
+                # Without a section of their own, required options are marked.
+                visible = [replace(row, default=row.default or "required") if row.required else row for row in visible]
             if visible:
                 page.heading(title)
                 page.options(visible, widths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from ..formats.os_errors import reason
 from .common import is_rank0, need_torch, world_size
 
 if TYPE_CHECKING:
+    from ..evaluation.chat_prompts import ChatPrompts, Conversation
     from ..evaluation.text_generator import Completion, GenerationSettings, TextGenerator
 
 MAX_NEW_TOKENS = 64
@@ -51,7 +52,12 @@ def generate_text(
     """Generate text from prompts, or unconditionally with --num-samples."""
     need_torch()
     config, options = values_of(InferenceConfig, flags), values_of(GenerateConfig, flags)
-    if options.interactive:
+    _check_chat(options, prompt)
+    conversations: list[Conversation] | None = None
+    if options.messages is not None:
+        conversations = conversations_of_file(options.messages)
+        texts: list[str] | None = []
+    elif options.interactive:
         if prompt or options.prompts or options.sample_input_file or options.num_samples:
             raise UsageError("--interactive: cannot be combined with --prompt, --prompts or --num-samples; remove them")
         if world_size() > 1:
@@ -59,7 +65,11 @@ def generate_text(
         texts = None
     else:
         texts = read_prompts(prompt, options)
-    settings = generation_settings(options, unconditional=texts is not None and texts == [""] * len(texts), stops=stop)
+        if options.chat:
+            from ..evaluation.chat_prompts import of_user
+
+            conversations = [of_user(text, options.system) for text in texts]
+    settings = generation_settings(options, unconditional=bool(texts) and set(texts or ()) == {""}, stops=stop)
     if stream:
         _check_stream(options, report, settings)
     for line in task_warnings(config, options) if is_rank0() else ():
@@ -68,16 +78,64 @@ def generate_text(
     from ..evaluation.text_generator import TextGenerator
 
     with evaluation_world(config, options, world_size()) as world:
-        generator = TextGenerator(config, settings, world, model_flags(ctx), _write_piece if stream else None)
+        generator = TextGenerator(
+            config,
+            settings,
+            world,
+            model_flags(ctx),
+            _write_piece if stream else None,
+            _chat_opener(config, options) if options.is_chat else None,
+        )
         if texts is None:
             _run_interactive(generator.generate)
             return
+        if conversations is not None:
+            texts = generator.texts(conversations)
         if stream:
-            _stream(generator, texts)
+            _stream(generator, texts, shows_prompts=not options.is_chat)
             return
         completions = generator.generate(texts)
     if is_rank0():
-        _report(completions, options.genfile or options.sample_output_file, report)
+        file = options.genfile or options.sample_output_file
+        _report(completions, file, report, shows_prompts=not options.is_chat)
+
+
+def _check_chat(options: GenerateConfig, prompts: Sequence[str] | None) -> None:
+    """Refuse options of conversations that exclude others, or have no effect.
+
+    Raises:
+        UsageError: they are given together.
+    """
+    for flag, value in (("--system", options.system), ("--chat-template", options.chat_template)):
+        if value is not None and not options.is_chat:
+            raise UsageError(f"{flag}: has no effect without --chat or --messages; add one of them, or remove it")
+    if options.interactive and options.is_chat:
+        raise UsageError("--interactive: continues texts, not conversations; remove --chat or --messages")
+    if options.messages is not None and (prompts or options.prompts or options.sample_input_file or options.system):
+        raise UsageError(
+            "--messages: cannot be combined with --prompt, --prompts or --system; write them as messages of the file"
+        )
+    if options.chat and options.num_samples and not (prompts or options.prompts or options.sample_input_file):
+        raise UsageError("--chat: an unconditional sample has no message; give --prompt TEXT")
+
+
+def conversations_of_file(file: str) -> list[Conversation]:
+    """The conversations of ``--messages``, a file or ``-``.
+
+    Raises:
+        UsageError: it cannot be read, or is not of conversations.
+    """
+    from ..evaluation.chat_prompts import conversations_of
+
+    is_stdin = file in STDIN
+    text = _read_stdin() if is_stdin else read_input(Path(file))
+    return conversations_of(text, "standard input" if is_stdin else file)
+
+
+def _chat_opener(config: InferenceConfig, options: GenerateConfig) -> Callable[[Path], ChatPrompts]:
+    from ..evaluation.chat_prompts import open_chat_prompts
+
+    return lambda directory: open_chat_prompts(config, directory, options.chat_template)
 
 
 def _check_stream(options: GenerateConfig, report: Format, settings: GenerationSettings) -> None:
@@ -104,10 +162,10 @@ def _write_piece(text: str) -> None:
     sys.stdout.flush()
 
 
-def _stream(generator: TextGenerator, texts: Sequence[str]) -> None:
+def _stream(generator: TextGenerator, texts: Sequence[str], *, shows_prompts: bool) -> None:
     """Generate prompt by prompt, and print each with its continuation while it grows."""
     for number, text in enumerate(texts):
-        _write_piece(("---\n" if number else "") + text)
+        _write_piece(("---\n" if number else "") + (text if shows_prompts else ""))
         (done,) = generator.generate([text])
         if generator.stream is not None:
             generator.stream.finish(done.completion)
@@ -161,8 +219,15 @@ def generation_settings(
     )
 
 
-def _report(completions: Sequence[Completion], file: str | None, report: Format) -> None:
-    """Write completions to a file or standard output, and report samples with an error."""
+def _report(completions: Sequence[Completion], file: str | None, report: Format, *, shows_prompts: bool) -> None:
+    """Write completions to a file or standard output, and report samples with an error.
+
+    Args:
+        completions: the samples.
+        file: ``--genfile``; None prints.
+        report: output format.
+        shows_prompts: whether the text has the prompts, too; those of conversations are full of a template's markup.
+    """
     failed = [completion for completion in completions if completion.error is not None]
     if failed:
         print_message(f"{len(failed)} of {len(completions)} samples failed; first error: {failed[0].error}")
@@ -183,7 +248,8 @@ def _report(completions: Sequence[Completion], file: str | None, report: Format)
     else:
         for number, completion in enumerate(completions):
             fault = f"\nerror: {completion.error}" if completion.error is not None else ""
-            emit(("---\n" if number else "") + completion.prompt + completion.completion + fault)
+            prompt = completion.prompt if shows_prompts else ""
+            emit(("---\n" if number else "") + prompt + completion.completion + fault)
 
 
 def _run_interactive(write: Any) -> None:

@@ -249,7 +249,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     ),
     "--use-checkpoint-lr-scheduler": refused("not supported: give the options of the run again, from its run.json"),
     "--head-lr-mult": refused("not supported: leave it out", 1, neutral="1.0"),
-    "--calculate-per-token-loss": ignored("microbatches have equal numbers of tokens", 0, "gpt", "llama"),
     "--dataloader-type": refused("samples are read once, in order: leave it out", 1, neutral="single"),
     "--no-mmap-bin-files": ignored("--data-impl selects how a dataset is read"),
     "--mmap-warmup": ignored("no effect on results"),

@@ -81,6 +81,9 @@ class DataConfig:
         default=False,
         common=True,
     )
+    calculate_per_token_loss: bool = option(
+        "Average the loss over counted tokens of the step, not microbatches.", default=False
+    )
     sft_packing: bool = option("Pack several conversations into a sample of --sft; else pad one.", default=True)
     split: str = option("Weights of the training, validation and test splits.", default="969,30,1", common=True)
     data_impl: DataImpl = option("Dataset implementation; must match the file.", default="infer")

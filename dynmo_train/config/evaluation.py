@@ -180,6 +180,19 @@ class GenerateConfig:
     prompts: str | None = option(
         "Prompt file, one prompt per line; - or none: standard input.", default=None, refers_to="file", common=True
     )
+    chat: bool = option(
+        "Send each prompt as a user's message, by the tokenizer's chat template.", default=False, common=True
+    )
+    messages: str | None = option(
+        "Conversations to answer, a JSON object per line; -: standard input.",
+        default=None,
+        refers_to="file",
+        common=True,
+    )
+    system: str | None = option("System message before each prompt of --chat.", default=None)
+    chat_template: str | None = option(
+        "Jinja file of the chat template; none: the tokenizer's.", default=None, refers_to="file"
+    )
     sample_input_file: str | None = option("Alias of --prompts.", default=None, refers_to="file")
     genfile: str | None = option(
         "Output file, one JSON object per sample.", default=None, refers_to="place", common=True
@@ -222,6 +235,11 @@ class GenerateConfig:
     )
     draft_tokens: int = option("Maximum number of drafts before they are verified.", default=6, minimum=1)
     interactive: bool = option("Read prompts interactively until end of input.", default=False, common=True)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are conversations."""
+        return self.chat or self.messages is not None
 
     @property
     def uses_exits(self) -> bool:

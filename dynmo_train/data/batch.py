@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..parallel.context_parallel import cut_chunks
-from ..parallel.process_groups import World
+from ..parallel.process_groups import World, sum_over_replicas
 
 LOSS_MASK = "loss_mask"
 
@@ -90,6 +90,24 @@ class Batch:
         """
         local = self.of_replica(world.replica, world.dims.replicas, microbatches)
         return local.of_context(world.context_rank, world.dims.context, microbatches)
+
+    def weighed_over_step(self, world: World, microbatches: int) -> Batch:
+        """``loss_mask`` as weights by which the loss is the mean over all tokens that count in the step.
+
+        The pipeline adds the losses of all microbatches of all processes, over their number: so each token has that
+        number over the number of tokens. Equal on all processes; a collective over the replicas.
+
+        Args:
+            world: processes of the run.
+            microbatches: microbatches of a process, whose part this batch is.
+        """
+        if LOSS_MASK not in self.inputs:
+            return self
+        # Of a context-parallel rank these are weights in a microbatch already: those that count are above 0.
+        counts_NT = self.inputs[LOSS_MASK] > 0
+        (count,) = sum_over_replicas(world, counts_NT.sum().to(torch.float64)[None]).tolist()
+        weights_NT = counts_NT.float() * (microbatches * world.dims.data / max(count, 1.0))
+        return replace(self, inputs={**self.inputs, LOSS_MASK: weights_NT})
 
 
 def _token_weights(mask_NT: torch.Tensor, microbatches: int) -> torch.Tensor:

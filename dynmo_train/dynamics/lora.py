@@ -41,6 +41,9 @@ class LoraConfig:
     lora_target_modules: str = option(
         "Projections with adapters, such as q_proj,v_proj; all: every linear layer.", default="all"
     )
+    lora_save_adapters: bool = option(
+        "Save adapters without the frozen weights, which remain in --load.", default=False
+    )
 
 
 def settings_of(config: Config) -> LoraSettings | None:
@@ -71,6 +74,7 @@ def _check(config: Config, _world_size: int) -> Iterator[Problem]:
             ("--lora-alpha", options.lora_alpha is not None),
             ("--lora-dropout", options.lora_dropout > 0),
             ("--lora-target-modules", options.lora_target_modules != "all"),
+            ("--lora-save-adapters", options.lora_save_adapters),
         ):
             if is_given:
                 yield conflict(flag, "has no effect without --lora-rank")
@@ -78,17 +82,15 @@ def _check(config: Config, _world_size: int) -> Iterator[Problem]:
     if config.model.base_family not in ("gpt", "llama"):
         yield unsupported("--lora-rank", f"is for gpt and llama, not for {config.model.family}")
         return
+    if options.lora_save_adapters and config.run.load is None:
+        yield conflict("--lora-save-adapters", "needs the checkpoint that has the other weights; give --load BASE")
     try:
         settings_of(config)
     except UsageError as error:
         yield Problem("--lora-target-modules", "choice", str(error))
-    parallel = config.parallel
     excluded = {
-        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size > 1,
-        "--zero-stage": parallel.zero_stage > 0,
-        "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
+        "--vocabulary-parallel": config.parallel.vocabulary_parallel is not None,
         "--fp8": config.precision.fp8,
-        "--torch-compile": config.training.torch_compile,
         "--sparsify": config.pruning.sparsify,
         "--freeze-schedule": config.freezing.freeze_schedule is not None,
         "--freeze-adaptive": bool(config.freezing.freeze_adaptive),

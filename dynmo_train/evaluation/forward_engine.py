@@ -48,7 +48,6 @@ from ..models.layer_list import (
     output_of,
     parameters_of,
 )
-from ..models.lora import FIELD as LORA
 from ..models.lora import merge_adapters
 from ..models.multi_token import PREDICTION
 from ..models.sparse_formats import BUILT_IN, SparseTable
@@ -233,15 +232,9 @@ def check_layout(source: ModelCheckpoint, partition: Partition, dims: ParallelDi
         dims: parallel sizes.
 
     Raises:
-        UsageError: a width is not a multiple of the tensor-parallel size, there are more pipeline ranks than items, or
-            the model has adapters, which are not sharded.
+        UsageError: a width is not a multiple of the tensor-parallel size, or there are more pipeline ranks than items.
     """
     model = source.model
-    if dims.tensor > 1 and LORA in model:
-        raise UsageError(
-            f"--tensor-model-parallel-size {dims.tensor}: the model of {source.directory} has adapters; give 1, or"
-            " merge them with dynmo-train export-adapter --merge"
-        )
     sizes = {
         "attention heads": model["num_attention_heads"],
         "key-value heads": model.get("num_key_value_heads", model["num_attention_heads"]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
@@ -15,6 +16,7 @@ from ..data.tokenizer import Tokenizer
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World, all_gather_objects
 from ..parallel.seeding import stable_seed
+from .chat_prompts import ChatPrompts, Conversation, end_ids_of
 from .exit_generation import ExitDecoding, ExitGenerator
 from .forward_engine import load_forward_engine
 from .model_checkpoint import model_tokenizer, open_causal_model
@@ -98,6 +100,7 @@ class TextGenerator:
         world: the process groups.
         model_flags: the model's shape as the command line states it.
         write: receives the text of continuations as it is generated; see ``TextStream``.
+        open_chat: returns the chat template from the directory of the checkpoint; None: prompts are texts.
 
     Raises:
         UsageError: the sampling values, the checkpoint or the tokenizer cannot be used.
@@ -110,18 +113,22 @@ class TextGenerator:
         world: World,
         model_flags: Mapping[str, Any],
         write: Callable[[str], None] | None = None,
+        open_chat: Callable[[Path], ChatPrompts] | None = None,
     ) -> None:
         run_on_all_ranks(world, settings.sampling.check)
         source = open_causal_model(inference, world, model_flags)
         self.world, self.settings = world, settings
         self.tokenizer: Tokenizer = run_on_all_ranks(world, lambda: model_tokenizer(source, inference))
         self.positions = int(source.model["max_position_embeddings"])
-        special = self.tokenizer.special_ids(settings.stops)
+        self.chat = None if open_chat is None else run_on_all_ranks(world, lambda: open_chat(source.directory))
+        ends = () if self.chat is None else self.chat.ends
+        special = self.tokenizer.special_ids((*settings.stops, *ends))
+        chat_ends = frozenset() if self.chat is None else end_ids_of(source.checkpoint.manifest.get("source"))
         stop_condition = StopCondition(
             eod=self.tokenizer.eod,
             stops=tuple(stop for stop in settings.stops if stop not in special),
             decode=self.tokenizer.decode,
-            end_ids=frozenset(special.values()),
+            end_ids=frozenset(special.values()) | chat_ends,
         )
         self.stream = None if write is None else TextStream(stop_condition, write)
         self._generator: TokenGenerator | ExitGenerator
@@ -136,6 +143,17 @@ class TextGenerator:
             recompute=settings.recompute,
             on_token=None if self.stream is None else self.stream.add,
         )
+
+    def texts(self, conversations: Sequence[Conversation]) -> list[str]:
+        """The prompts of conversations.
+
+        Raises:
+            UsageError: the chat template refuses a conversation.
+        """
+        if self.chat is None:
+            raise UsageError("conversations need a chat template; give --chat")
+        chat = self.chat
+        return run_on_all_ranks(self.world, lambda: [chat.text(each) for each in conversations])
 
     def generate(self, prompts: Sequence[str]) -> list[Completion]:
         """Continue each prompt ``num_samples`` times.

@@ -22,6 +22,7 @@ import torch
 from ..models.early_exit import EXITED
 from ..models.kv_cache import Decoder, DecodingCache, is_ragged_safe, store_by_columns
 from ..models.multi_token import PREDICTION
+from ..models.packed_linear import can_pack, pack_weights
 from .forward_engine import ForwardEngine
 from .sampling import Sampling, next_tokens
 
@@ -179,9 +180,6 @@ class TokenGenerator:
         self.engine, self.sampling, self.stop_condition, self.recompute = engine, sampling, stop_condition, recompute
         self._on_token = on_token
         self.decoder = Decoder(engine.family, engine.modules, max_tokens, engine.items)
-        if engine.world.device.type == "cpu":
-            for module in self.decoder.modules.values():
-                store_by_columns(module)
         self._width = int(str(engine.family.manifest()["hidden_size"]))
         self._is_ragged_safe = is_ragged_safe(engine.family)
 
@@ -193,6 +191,7 @@ class TokenGenerator:
         """Continue this replica's requests, in batches of at most ``batch_size`` sequences; results in input order."""
         results: dict[int, GeneratedTokens] = {}
         groups = list(self._groups(requests, batch_size))
+        self._lay_out_weights(max(map(len, groups), default=1))
         for begin in range(0, len(groups), self._stages):
             in_flight = groups[begin : begin + self._stages]
             batches = self._decode_interleaved([[requests[number] for number in group] for group in in_flight])
@@ -201,6 +200,18 @@ class TokenGenerator:
                     ids = new[: len(new) - (reason == "end")]
                     results[number] = GeneratedTokens(ids=tuple(ids), finish_reason=reason or "length")
         return [results[number] for number in range(len(requests))]
+
+    def _lay_out_weights(self, sequences: int) -> None:
+        """Store weights for products with one new token of each of ``sequences`` sequences."""
+        if self.engine.world.device.type != "cpu":
+            return
+        # Where items select tokens, sequences are decoded one at a time.
+        is_batch = sequences > 1 and self._is_ragged_safe and can_pack()
+        for module in self.decoder.modules.values():
+            if is_batch:
+                pack_weights(module, sequences)
+            else:
+                store_by_columns(module)
 
     def _groups(self, requests: Sequence[GenerationRequest], size: int) -> Iterator[list[int]]:
         """Indices of the requests of each batch, sorted by length so that little is padded."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..parallel.tensor_parallel import TensorRegion
 from .cross_entropy import mean_linear_cross_entropy
+from .linear import BiasedProduct
 from .softcap import soft_cap
 
 
@@ -53,6 +54,7 @@ class Head(nn.Module):
         # What the backward multiplies the loss by, with the loss scale; the stage sets it in each step.
         self.loss_factor = 1.0
         self.region: TensorRegion | None = None
+        self.packed: BiasedProduct | None = None  # with the rows of true token ids; set by ``packed_linear``
 
     def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """The input of the projection, ``[B, T, D]``, from the residual stream ``x_BTD`` ``[B, T, D]``."""
@@ -69,6 +71,8 @@ class Head(nn.Module):
             cut_BTV = F.linear(self.region.enter(self.features(x_BTD)), self.weight, self.bias)
             return soft_cap(self.region.gather_vocabulary(cut_BTV)[..., : self.vocabulary], self.softcap)
         bias = None if self.bias is None else self.bias[: self.vocabulary]
+        if self.packed is not None:
+            return soft_cap(self.packed(self.features(x_BTD), bias), self.softcap)
         return soft_cap(F.linear(self.features(x_BTD), self.weight[: self.vocabulary], bias), self.softcap)
 
     def local_rows(self) -> tuple[torch.Tensor, torch.Tensor | None, int]:

@@ -202,7 +202,10 @@ def store_by_columns(module: nn.Module) -> None:
     against 16 GB/s on a 2-core AMD EPYC, widths 768 to 3,072). A head that shares the word table's memory gets a copy.
     """
     for child in module.modules():
-        if isinstance(child, Head) or (isinstance(child, PrunableLinear) and child.form == DENSE):
+        # A packed weight stays packed: it is faster than one by rows.
+        if not isinstance(child, Head | PrunableLinear) or child.packed is not None:
+            continue
+        if isinstance(child, Head) or child.form == DENSE:
             child.weight.data = child.weight.data.t().contiguous().t()
 
 

@@ -41,6 +41,7 @@ from .sparse_products import (
 StreamEnd = Callable[[torch.Tensor], torch.Tensor]
 SAMPLE_DIMS = 3
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+BiasedProduct = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class _SparseLinear(torch.autograd.Function):
@@ -175,6 +176,7 @@ class PrunableLinear(nn.Module):
         self._operand: SparseOperand | None = None
         self.overlap: TensorRegion | None = None  # whose collectives overlap with the product
         self.float8: Product | None = None  # of input and weight; set by ``float8``
+        self.packed: BiasedProduct | None = None  # of input and bias, with the weight; set by ``packed_linear``
         self.adapter: nn.Module | None = None  # adds to the output; set by ``lora``
         self._handle: torch.Tensor | None = None
 
@@ -273,6 +275,8 @@ class PrunableLinear(nn.Module):
         return y if self.adapter is None else y + self.adapter(x)
 
     def _weight_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed(x, bias)
         if self.rows is not None or self.columns is not None:
             return self._narrow(x, bias)
         # An expert may have no token; the sparse products are not called with empty inputs.

@@ -10,6 +10,8 @@ weight, grouped by key-value head; their adapters are separate, and the update i
 
 ``LoraFamily`` wraps any decoder: the adapters are parameters of their item (``layers.0.attention.qkv.adapter.lora_A.
 q_proj``), so that they move, are saved and optimized with it. B starts from zero: the first loss is that of the model.
+Under tensor parallelism the adapter of a column-parallel layer has the whole A and its rows of B, that of a
+row-parallel one its columns of A and the whole B.
 
 Shapes in names: I input features, O output features, r rank.
 """
@@ -96,7 +98,7 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.dropout = settings.scale, settings.dropout
-        self.rows, self.heads, self.head_width = dict(rows), heads, head_width
+        self.projections, self.heads, self.head_width = tuple(rows), heads, head_width
         chosen = [name for name in rows if name in settings.targets]
         rank = settings.rank
         self.lora_A = nn.ParameterDict({name: torch.empty(rank, inputs, device=device) for name in chosen})
@@ -111,16 +113,21 @@ class Adapter(nn.Module):
         if not self.heads:
             (update,) = parts.values()
             return update
-        return self._in_order_of_rows({name: parts.get(name) for name in self.rows}, x)
+        return self._in_order_of_rows({name: parts.get(name) for name in self.projections}, x)
 
     def _in_order_of_rows(self, parts: Mapping[str, torch.Tensor | None], x: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values ``[..., rows]`` in the layer's order: by key-value head, its queries first."""
-        grouped = []
-        for name, part in parts.items():
-            groups_shape = (-1, self.heads if name == QUERY else 1, self.head_width)
-            if part is None:
-                part = x.new_zeros(*x.shape[:-1], self.rows[name])
-            grouped.append(part.unflatten(-1, groups_shape))
+        heads = {name: self.heads if name == QUERY else 1 for name in parts}
+        # Read off a part: a tensor-parallel slice has fewer key-value heads.
+        groups = next(
+            part.shape[-1] // (heads[name] * self.head_width) for name, part in parts.items() if part is not None
+        )
+        grouped = [
+            x.new_zeros(*x.shape[:-1], groups, heads[name], self.head_width)
+            if part is None
+            else part.unflatten(-1, (groups, heads[name], self.head_width))
+            for name, part in parts.items()
+        ]
         return torch.cat(grouped, dim=-2).flatten(-3)
 
     def delta(self) -> torch.Tensor:
@@ -132,7 +139,7 @@ class Adapter(nn.Module):
             (delta,) = parts.values()
             return delta
         (inputs,) = {a_rI.shape[1] for a_rI in self.lora_A.values()}
-        transposed = {name: parts[name].t() if name in parts else None for name in self.rows}
+        transposed = {name: parts[name].t() if name in parts else None for name in self.projections}
         some = next(iter(self.lora_A.values()))
         return self._in_order_of_rows(transposed, some.new_zeros(inputs, 1)).t()
 
@@ -205,8 +212,13 @@ class LoraFamily:
         return module
 
     def split_dim(self, parameter: str) -> int | None:
-        """As in the base family; adapters are whole."""
-        return None if is_adapter(parameter) else self.base.split_dim(parameter)
+        """As in the base family; an adapter is split as its layer is, B along the outputs or A along the inputs."""
+        if not is_adapter(parameter):
+            return self.base.split_dim(parameter)
+        layer, _, matrix = parameter.partition(ADAPTER)
+        dim = self.base.split_dim(f"{layer}.weight")
+        # The other matrix is whole, and each rank computes a part of its gradient: see ``add_partial_gradients``.
+        return dim if dim == (1 if matrix.startswith("A.") else 0) else None
 
     @cached_property
     def frozen_front(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..models.layer_list import is_of_heads, masks_of
+from ..models.lora import is_adapter
 from ..models.sharding import expert_of, needs_whole_stream
 from ..parallel.process_groups import World
 from .item_store import ItemStore
@@ -199,8 +200,9 @@ def exchange(
 def add_partial_gradients(store: ItemStore) -> None:
     """Sum the gradients of parameters that tensor-parallel ranks have unsliced, of which each computed a part.
 
-    Norms of queries and keys saw the rank's own heads; with sequence parallelism all saw its own tokens. One bucket per
-    item, so that the partition cannot change the sum.
+    Norms of queries and keys saw the rank's own heads, and the whole matrix of an adapter the rank's part of the other
+    one; with sequence parallelism all saw its own tokens. One bucket per item, so that the partition cannot change the
+    sum.
     """
     region = store.sharding.region
     if region is None:
@@ -213,7 +215,7 @@ def add_partial_gradients(store: ItemStore) -> None:
             for name, parameter in store.local_parameters(item).items()
             if parameter.grad is not None
             and store.sharding.split_dim(name) is None
-            and (not is_whole or is_of_heads(name))
+            and (not is_whole or is_of_heads(name) or is_adapter(name))
         ]
         if gradients:
             flat = region.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))

@@ -20,6 +20,7 @@ from torch import nn
 from ..models.compiled import CompileSettings, compile_item
 from ..models.float8 import Float8Items, Float8Settings
 from ..models.layer_list import ModelFamily, vocabulary_rows
+from ..models.lora import is_adapter
 from ..models.sharding import (
     cut_item,
     cut_tensor,
@@ -36,7 +37,7 @@ from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.fsdp import FsdpSharding
 from ..parallel.tensor_parallel import TensorRegion
 from .apex import fuse_norms
-from .item_state import has_token_rows, is_whole, parameter_of
+from .item_state import has_token_rows, is_whole, parameter_of, role_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +49,14 @@ class ItemSharding:
         region: Tensor-parallel ranks; None where every matrix product is local.
         fsdp: Replicas that share the rows of each parameter (ZeRO); None where each has all rows.
         dispatcher: Replicas that share the experts of each layer; None where each has all experts.
+        adapters_only: Whether checkpoints have the adapters of LoRA alone, and no other parameter.
     """
 
     family: ModelFamily
     region: TensorRegion | None = None
     fsdp: FsdpSharding | None = None
     dispatcher: TokenDispatcher | None = None
+    adapters_only: bool = False
 
     def split_dim(self, tensor_name: str) -> int | None:
         """Return the dimension along which this process has a slice of a parameter, mask or moment; None: not cut."""
@@ -135,6 +138,11 @@ class ItemSharding:
         if self.dispatcher is not None and self.dispatcher.rank and not is_of_expert(tensor_name):
             return False
         return self._is_first_in_region(tensor_name)
+
+    def is_stored(self, tensor_name: str) -> bool:
+        """As :meth:`is_writer`, without the weights that checkpoints of adapters refer to."""
+        is_base = self.adapters_only and role_of(tensor_name) == "parameter" and not is_adapter(tensor_name)
+        return not is_base and self.is_writer(tensor_name)
 
     def is_counted(self, tensor_name: str) -> bool:
         """Whether sums over processes count this process's part of a tensor; with ZeRO these are its rows."""

@@ -174,9 +174,12 @@ class ItemStore:
         self._alias_ties()
 
     def initial_values(self, item: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return initial values of some parameters of an item, such as adapters that a checkpoint does not have."""
+        """Return initial values of some parameters of an item, such as adapters that a checkpoint does not have.
+
+        With ZeRO these are the local rows.
+        """
         initial = parameters_of(item, self.builder.build(item)) if names else {}
-        return {name: initial[name].detach() for name in names}
+        return {name: self.sharding.local_rows(name, initial[name].detach()) for name in names}
 
     def blueprint(self, name: str) -> nn.Module:
         """Build this process's part of an item on the meta device."""

@@ -8,14 +8,17 @@ from collections.abc import Mapping
 
 import torch
 
+# Inputs of losses alone; weights of tokens may differ by step.
+OF_LOSSES = ("labels", "loss_mask")
+
 
 def sample_hashes(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a hash of each sample's inputs except its labels, int64 ``[microbatches * B]``.
+    """Return a hash of each sample's inputs except its labels and their weights, int64 ``[microbatches * B]``.
 
     Args:
         inputs: Tensors of the batch by name, ``[microbatches * B, ...]``.
     """
-    arrays = [tensor.cpu().contiguous().numpy() for name, tensor in sorted(inputs.items()) if name != "labels"]
+    arrays = [tensor.cpu().contiguous().numpy() for name, tensor in sorted(inputs.items()) if name not in OF_LOSSES]
     hashes = [
         # 63 bits, so that the hash is a non-negative int64.
         int.from_bytes(hashlib.blake2b(b"".join(row.tobytes() for row in rows), digest_size=8).digest(), "little") >> 1

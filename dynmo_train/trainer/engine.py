@@ -140,7 +140,13 @@ class Engine:
             )
         dispatcher = token_dispatcher(world, slots=settings.expert_slots, chunk_rows=settings.expert_chunk_rows)
         builder = ItemBuilder(
-            sharding=ItemSharding(family=family, region=region, fsdp=fsdp, dispatcher=dispatcher),
+            sharding=ItemSharding(
+                family=family,
+                region=region,
+                fsdp=fsdp,
+                dispatcher=dispatcher,
+                adapters_only=settings.adapters_only,
+            ),
             device=world.device,
             replicas=replica_gather(world),
             context=context_region(world),
@@ -423,7 +429,9 @@ class Engine:
         return merge_stats(all_gather_objects(self.world, local))
 
     def _local_batch(self, batch: Batch) -> Batch:
-        return batch.of_process(self.world, self.pipeline_config.microbatches)
+        microbatches = self.pipeline_config.microbatches
+        local = batch.of_process(self.world, microbatches)
+        return local.weighed_over_step(self.world, microbatches) if self.settings.per_token_loss else local
 
     def prepare_gradients(self, step: int) -> torch.Tensor:
         """Reduce, mask and unscale the gradients in place; their squares by item. Every rank calls this.

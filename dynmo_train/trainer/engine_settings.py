@@ -39,6 +39,8 @@ class EngineSettings:
         sequence_parallel: sequence parallelism; the boundary's shape is then that of a shard of the tokens.
         async_tensor_parallel: whether products overlap with the collectives of sequence parallelism.
         zero_stage: 0 replicates parameters and moments; 1 and 2 shard them between steps; 3 shards them always.
+        adapters_only: whether checkpoints have the adapters of LoRA alone.
+        per_token_loss: whether each token that counts has the same weight in a step; else each microbatch has.
         zero_sync_microbatches: whether ZeRO reduces and shards gradients in every microbatch, or once per step.
         compression: compression of the gradients that are sent to other processes.
         expert_slots: experts and copies of a layer that a rank may have; None: no copies of experts.
@@ -62,6 +64,8 @@ class EngineSettings:
     async_tensor_parallel: bool = False
     zero_stage: int = 0
     zero_sync_microbatches: bool = False
+    per_token_loss: bool = False
+    adapters_only: bool = False
     compression: CompressionSettings = NO_COMPRESSION
     expert_slots: int | None = None
     expert_chunk_rows: int = 128

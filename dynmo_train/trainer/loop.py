@@ -101,6 +101,7 @@ class Trainer:
         self._initial_plan_id = start.active_plan_id
         self._survivor = survivor
         manifest = start.manifest or {}
+        self._base = start.base
         self._source, self._start_position = manifest.get("source"), manifest.get("x_data_position", {})
         self.planner: PlannerProcess | None = None
         self.controller = self._plan_controller()
@@ -542,6 +543,7 @@ class Trainer:
             keep=run.keep_checkpoints,
             moments=not run.no_save_optim,
             loss_spikes=self._spikes.state(self._batches.skipped),
+            base=self._base,
         )
 
     def _data_position(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .._common.document import (
 from ..config import Config
 from ..config.extensions import technique_specs
 from ..config.validate import validate
+from ..dynamics.lora import LoraConfig
 from ..dynamics.tuning import read_sparse_table
 from ..formats.plan import V_SCHEDULES, Plan, read_plan
 from ..formats.plan_check import validate_plan
@@ -281,6 +282,8 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         },
         sparse=sparse_table(config, stored),
         zero_stage=parallel.zero_stage,
+        adapters_only=config.options_of(LoraConfig).lora_save_adapters,
+        per_token_loss=config.data.calculate_per_token_loss,
         zero_sync_microbatches=parallel.zero_gradient_sync == "microbatch",
         sequence_parallel=parallel.sequence_parallel,
         async_tensor_parallel=parallel.async_tensor_parallel,

@@ -41,13 +41,15 @@ from ..config import Config
 from ..config.batch_schedule import BatchPositions, Range
 from ..data.batches import RunData, open_run_data
 from ..data.tokenizer import TokenizerFiles
-from ..formats.checkpoint import Checkpoint, CheckpointError, remove_stale_staging
+from ..dynamics.lora import LoraConfig
+from ..formats.checkpoint import BASE, Checkpoint, CheckpointError, base_reference, remove_stale_staging
 from ..formats.checkpoint.writer import read_latest
 from ..formats.plan import initial_plan, plan_ids, write_plan
 from ..formats.profile import Layout, ModelInfo, WorkerInfo
 from ..models.compiled import check_compiler
 from ..models.float8 import check_float8
 from ..models.layer_list import ModelFamily
+from ..models.lora import FIELD as ADAPTERS
 from ..models.registry import family_of
 from ..optim.apex import find_apex
 from ..optim.optimizers.protocol import OptimizerContext
@@ -107,6 +109,7 @@ class InitialState:
         active_plan_id: number of the active plan.
         batches: where batches begin.
         spikes: losses of the last steps.
+        base: checkpoint that has the weights under the adapters, where they are not saved again; else empty.
     """
 
     config: Config
@@ -122,6 +125,7 @@ class InitialState:
     active_plan_id: int
     batches: BatchPositions
     spikes: LossSpikes
+    base: Mapping[str, str]
 
 
 def setup_run(
@@ -146,6 +150,7 @@ def setup_run(
     loaded = load_engine(config, world, () if rollback is None else rollback.ranges, memory)
     config, engine, checkpoint, step = loaded.config, loaded.engine, loaded.checkpoint, loaded.step
     manifest = loaded.manifest
+    base = run_on_all_ranks(world, lambda: _base_of_adapters(config, checkpoint, manifest))
     settings = engine.settings
     workers = describe_workers(world, engine.profiler.calibration_ns(world.device))
     engine_properties: dict[str, Any] = {
@@ -187,7 +192,29 @@ def setup_run(
         active_plan_id=active_plan_id,
         batches=loaded.batches,
         spikes=LossSpikes.of(config.training, _spike_state(manifest, step), rollback),
+        base=base,
     )
+
+
+def _base_of_adapters(
+    config: Config, checkpoint: Checkpoint | None, manifest: Mapping[str, Any] | None
+) -> Mapping[str, str]:
+    """The checkpoint that has the weights under the adapters of ``--lora-save-adapters``; empty without the option.
+
+    Raises:
+        UsageError: the run has no such checkpoint.
+    """
+    if not config.options_of(LoraConfig).lora_save_adapters:
+        return {}
+    if manifest is not None and BASE in manifest:
+        return dict(manifest[BASE])
+    # A checkpoint of this run with all weights is pruned by its later ones.
+    if checkpoint is None or ADAPTERS in checkpoint.manifest["model"]:
+        raise UsageError(
+            "--lora-save-adapters: the run has no checkpoint without adapters to refer to; give --load BASE --finetune,"
+            " or remove the option"
+        )
+    return base_reference(checkpoint.directory)
 
 
 @dataclass(frozen=True, kw_only=True)

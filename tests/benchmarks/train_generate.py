@@ -1,8 +1,10 @@
 """Tokens per second of greedy generation on CPU with a key-value cache: ours and transformers', in the same run.
 
-Both continue the same prompts by the same number of tokens in this process, taking turns; reading the prompt counts.
+All continue the same prompts by the same number of tokens in this process, taking turns; reading the prompt counts.
+transformers runs with each of its settings for CPU, and the fastest one is compared. With ``--top-k`` tokens are drawn
+from the k most likely ones; the texts then differ, since each program has random numbers of its own.
 
-    python tests/benchmarks/train_generate.py [--model llama-small] [--batch 8] [--new 64] [--repeats 3]
+    python tests/benchmarks/train_generate.py [--model llama-small] [--batch 8] [--new 64] [--top-k 50] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 from dynmo_train._common.console import emit
 
 PROMPT_TOKENS = 32
+OPPONENTS = {"sdpa": ("sdpa", None), "eager": ("eager", None), "static": ("sdpa", "static")}
 
 
 def reference(name: str) -> torch.nn.Module:
@@ -54,7 +57,7 @@ def reference(name: str) -> torch.nn.Module:
     return model.eval()
 
 
-def ours(model: torch.nn.Module, folder: Path, new: int):
+def ours(model: torch.nn.Module, folder: Path, new: int, top_k: int):
     """What continues prompts with the same weights, through the native checkpoint."""
     from dynmo_ckpt.cli import app
     from dynmo_train.config.evaluation import InferenceConfig
@@ -73,7 +76,8 @@ def ours(model: torch.nn.Module, folder: Path, new: int):
     world = init_world("cpu")
     source = open_model(folder / "native", place, world)
     engine = load_forward_engine(source, place, world, tokens=1)
-    generator = TokenGenerator(engine, max_tokens=1024, sampling=Sampling(), stop_condition=StopCondition(eod=None))
+    sampling = Sampling(temperature=1.0, top_k=top_k) if top_k else Sampling()
+    generator = TokenGenerator(engine, max_tokens=1024, sampling=sampling, stop_condition=StopCondition(eod=None))
 
     def run(ids: torch.Tensor) -> list[list[int]]:
         requests = [GenerationRequest(ids=tuple(row), max_new_tokens=new, seed=0) for row in ids.tolist()]
@@ -89,6 +93,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--top-k", type=int, default=0, help="0: greedy")
+    parser.add_argument("--opponents", default=",".join(OPPONENTS))
     parser.add_argument("--clock", default="wall", choices=("wall", "processor"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -97,33 +103,47 @@ def main() -> None:
     model = reference(options.model)
     ids = torch.randint(5, 30000, (options.batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
 
-    def theirs(ids: torch.Tensor) -> list[list[int]]:
-        with torch.inference_mode():
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.new, do_sample=False, use_cache=True
-            )
-        return out[:, ids.shape[1] :].tolist()
+    def theirs(setting: str):
+        attention, cache = OPPONENTS[setting]
+
+        def generate(ids: torch.Tensor) -> list[list[int]]:
+            model.set_attn_implementation(attention)
+            drawn = {"do_sample": True, "top_k": options.top_k} if options.top_k else {"do_sample": False}
+            with torch.inference_mode():
+                out = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=options.new,
+                    use_cache=True,
+                    cache_implementation=cache,
+                    disable_compile=True,  # the first turns would compile for minutes
+                    **drawn,
+                )
+            return out[:, ids.shape[1] :].tolist()
+
+        return generate
 
     with tempfile.TemporaryDirectory() as folder:
-        run = ours(model, Path(folder), options.new)
-    rates: dict[str, list[float]] = {"dynmo-train": [], "transformers": []}
+        run = ours(model, Path(folder), options.new, options.top_k)
+    programs = {"dynmo-train": run} | {f"transformers {name}": theirs(name) for name in options.opponents.split(",")}
+    rates: dict[str, list[float]] = {name: [] for name in programs}
     texts = {}
     for turn in range(options.repeats + 1):
-        for name, go in (("dynmo-train", run), ("transformers", theirs)):
+        for name, go in programs.items():
             started = clock()
             texts[name] = go(ids)
             elapsed = clock() - started
             if turn:  # the first turn warms up
                 rates[name].append(options.batch * options.new / elapsed)
-    same = sum(a == b for a, b in zip(texts["dynmo-train"], texts["transformers"], strict=True))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+    mine = texts.pop("dynmo-train")
+    title = f"{options.model} batch {options.batch}" + (f" top-k {options.top_k}" if options.top_k else "")
     for name, values in rates.items():
-        emit(f"{options.model} batch {options.batch} {name}: {', '.join(f'{v:.1f}' for v in values)} tokens/s")
-    ratio = medians["dynmo-train"] / medians["transformers"]
-    emit(
-        f"{options.model} batch {options.batch}: ratio of medians {ratio:.2f};"
-        f" {same} of {options.batch} texts identical"
-    )
+        emit(f"{title} {name}: {', '.join(f'{v:.1f}' for v in values)} tokens/s")
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    best = max((name for name in medians if name != "dynmo-train"), key=lambda name: medians[name])
+    ratios = [f"{of(rates['dynmo-train']) / of(rates[best]):.2f}" for of in (statistics.median, max)]
+    same = "" if options.top_k else f"; {sum(mine == each for each in texts.values())} of {len(texts)} texts identical"
+    emit(f"{title}: ratio to {best}: {ratios[0]} of medians, {ratios[1]} of fastest turns{same}")
 
 
 if __name__ == "__main__":

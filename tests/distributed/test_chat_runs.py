@@ -88,3 +88,27 @@ def test_packing_and_mask_change_the_losses(data, whole, tmp_path):
     train(None, tmp_path / "text", 1, "--data-path", str(data), **OPTIONS)
     assert figures(tmp_path / "padded") != figures(whole)
     assert figures(tmp_path / "text") != figures(whole)
+
+
+def test_loss_per_token_does_not_depend_on_microbatches_and_replicas(data, tmp_path):
+    # Dropout draws other numbers in each microbatch; samples of one conversation differ most in learned tokens.
+    flags = ("--sft", "--no-sft-packing", "--data-path", str(data), "--attention-dropout", "0", "--hidden-dropout", "0")
+    options = OPTIONS | {"train_iters": "3", "eval_interval": "3"}
+    # One microbatch is the whole batch: the mean over its tokens is that over the tokens of the step.
+    train(None, tmp_path / "whole", 1, *flags, **options, micro_batch_size="8")
+    expected = figures(tmp_path / "whole")
+    # Without the option each microbatch has the same weight: the gradients differ.
+    train(None, tmp_path / "mean", 1, *flags, **options, micro_batch_size="1")
+    for step, (_, norm) in figures(tmp_path / "mean").items():
+        assert norm != pytest.approx(expected[step][1], rel=5e-3)
+    layouts = {
+        "microbatches": (1, {"micro_batch_size": "1"}),
+        "replicas": (2, {"data_parallel_size": None}),
+        "stages": (2, {"pipeline_model_parallel_size": "2", "vocabulary_parallel": "2"}),
+        "context": (2, {"context_parallel_size": "2", "data_parallel_size": None}),
+    }
+    for name, (workers, layout) in layouts.items():
+        own = {"micro_batch_size": "2", **options, **layout}
+        train(None, tmp_path / name, workers, *flags, "--calculate-per-token-loss", **own)
+        for step, (loss, norm) in figures(tmp_path / name).items():
+            assert (loss, norm) == pytest.approx(expected[step], rel=2e-4), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +105,128 @@ def test_adapters_on_two_replicas_have_nearly_the_same_losses(base, tuned, tmp_p
         assert loss == pytest.approx(figures(tuned)[step][0], rel=1e-5)
 
 
+LAYOUTS = {
+    "tensor": (2, ("--tensor-model-parallel-size", "2"), {}),
+    "sequence": (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel"), {}),
+    "zero-1": (2, ("--zero-stage", "1"), {"data_parallel_size": None}),
+    "zero-3": (2, ("--zero-stage", "3"), {"data_parallel_size": None}),
+    "compiled": (1, ("--torch-compile", "--torch-compile-backend", "aot_eager"), {}),
+}
+# Dropout draws other numbers on tensor ranks.
+UNDROPPED = ("--lora-dropout", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
+
+
+@pytest.fixture(scope="module")
+def undropped(base):
+    tune(base, base.parent / "undropped", 1, *UNDROPPED)
+    return base.parent / "undropped"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_of_a_sharded_run_are_those_of_one_process(base, undropped, tmp_path, layout):
+    workers, flags, options = LAYOUTS[layout]
+    tune(base, tmp_path / "run", workers, *UNDROPPED, *flags, **options)
+    for step, (loss, norm) in figures(tmp_path / "run").items():
+        assert (loss, norm) == pytest.approx(figures(undropped)[step], rel=1e-4), step
+    found, expected = (open_checkpoint(find_checkpoint(run)) for run in (tmp_path / "run", undropped))
+    trained = sorted(expected.manifest["optimizer"]["steps"])
+    assert sorted(found.manifest["optimizer"]["steps"]) == trained
+    for name, tensor in found.load(trained).items():
+        torch.testing.assert_close(tensor, expected.load([name])[name], rtol=1e-3, atol=2e-5)
+    # On another layout: the optimizer state of the adapters, too.
+    again = {**SHAPE, "train_iters": "10"}
+    train(None, tmp_path / "more", 1, *LORA, *UNDROPPED, **again, load=str(tmp_path / "run"))
+    assert sorted(figures(tmp_path / "more")) == [9, 10]
+
+
+def test_adapters_alone_are_saved_and_resumed_with_the_same_bits(base, tuned, tmp_path):
+    run = tmp_path / "run"
+    tune(base, run, 1, "--lora-save-adapters", exit_interval="5")
+    stored = manifest_of(run, 5)
+    parameters = [name for name, entry in stored["tensors"].items() if entry["role"] == "parameter"]
+    assert parameters
+    assert all(map(is_adapter, parameters))
+    assert sorted(stored["optimizer"]["steps"]) == sorted(parameters)
+    # On two stages, and without the option once more: from adapters alone to a checkpoint with all weights.
+    shutil.copytree(run, tmp_path / "whole")
+    train(None, tmp_path / "whole", 1, *LORA, **SHAPE, load=str(tmp_path / "whole"))
+    assert tensors(tmp_path / "whole", 8) == tensors(tuned, 8)
+    layout = {"pipeline_model_parallel_size": "2", "schedule": "zero-bubble"}
+    train(None, run, 2, *LORA, "--lora-save-adapters", **(SHAPE | layout), load=str(run))
+    assert figures(run) == figures(tuned)
+    expected, found = tensors(tuned, 8), tensors(run, 8)
+    assert found == {name: expected[name] for name in found}
+    assert len(found) < len(expected)
+    whole = open_checkpoint(find_checkpoint(tuned))
+    loaded = open_checkpoint(find_checkpoint(run))
+    names = whole.names("parameter")
+    assert sorted(loaded.names("parameter")) == sorted(names)
+    for name, tensor in whole.load(names).items():
+        assert torch.equal(loaded.load([name])[name], tensor)
+    # Merged weights are those of the run that has saved all of them.
+    for name, source in (("one", run), ("other", tuned)):
+        command("dynmo-train", "export-adapter", "--load", source, "-o", tmp_path / name, "--merge")
+    one, other = (open_checkpoint(find_checkpoint(tmp_path / name)) for name in ("one", "other"))
+    assert one.names() == other.names()
+    for name in one.names():
+        assert torch.equal(one.load([name])[name], other.load([name])[name])
+    code, text = run_program("dynmo-ckpt", "convert", run, tmp_path / "hf", "--to", "hf")
+    assert code == 5
+    assert "--merge" in text
+
+
+@pytest.mark.parametrize("damage", ["manifest", "missing", "weights"])
+def test_adapters_alone_on_another_base_are_refused(base, tmp_path, damage):
+    shutil.copytree(base, tmp_path / "base")
+    tune(tmp_path / "base", tmp_path / "run", 1, "--lora-save-adapters", train_iters="2", eval_interval="2")
+    place = find_checkpoint(tmp_path / "base")
+    if damage == "missing":
+        shutil.rmtree(place)
+    elif damage == "manifest":
+        # Another model of the same shape: that of another step.
+        train(None, tmp_path / "more", 1, *FLAGS, **(SHAPE | {"train_iters": "5"}), load=str(base))
+        shutil.rmtree(place)
+        shutil.copytree(find_checkpoint(tmp_path / "more"), place)
+    else:
+        file = next(place.glob("model-*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    code, text = run_program(
+        "dynmo-train", "export-adapter", "--load", tmp_path / "run", "-o", tmp_path / "out", "--merge"
+    )
+    assert code != 0
+    assert {"missing": "put it back", "manifest": "not the base", "weights": "the bytes were altered"}[damage] in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--lora-save-adapters",), "without --lora-rank"),
+        (("--lora-rank", "2", "--lora-save-adapters"), "give --load BASE"),
+    ],
+)
+def test_adapters_alone_need_a_base(tmp_path, flags, words):
+    sizes = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8"]
+    rest = [
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "1",
+        "--train-iters",
+        "1",
+        "--vocab-size",
+        "9",
+        "--lr",
+        "1",
+    ]
+    code, text = run_command(
+        ["pretrain", "gpt", "--mock-data", *sizes, *rest, "--run-dir", str(tmp_path / "r"), *flags]
+    )
+    assert code == 2
+    assert words in text
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -127,10 +250,15 @@ def logits_of(model, ids):
         return model.eval()(input_ids=ids).logits
 
 
-def command(*words):
+def run_program(*words):
     done = subprocess.run([program_path(words[0]), *map(str, words[1:])], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.returncode, done.stdout + done.stderr
+
+
+def command(*words):
+    code, text = run_program(*words)
+    assert code == 0, text
+    return text
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -163,12 +291,27 @@ def test_export_of_a_model_without_adapters_is_refused(base, tmp_path):
     assert "has no adapters" in text
 
 
-def test_adapter_of_a_gpt_is_exported_merged_only(tuned, tmp_path):
-    code, text = run_command(["export-adapter", "--load", str(tuned), "-o", str(tmp_path / "out")])
-    assert code == 2
-    assert "--merge" in text
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_exported_adapter_of_a_gpt_has_the_logits_of_the_merged_model(base, tuned, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    command("dynmo-train", "export-adapter", "--load", tuned, "-o", tmp_path / "merged", "--merge")
+    command("dynmo-train", "export-adapter", "--load", tuned, "-o", tmp_path / "adapter")
+    for name, source in (("base-hf", base), ("merged-hf", tmp_path / "merged")):
+        command("dynmo-ckpt", "convert", source, tmp_path / name, "--to", "hf")
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base-hf")
+    plain = logits_of(model, ids)
+    expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged-hf"), ids)
+    assert not torch.allclose(plain, expected, atol=1e-3)
+    peft = pytest.importorskip("peft", reason="peft is not installed (an optional peer)")
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(adapted, ids), expected, rtol=0, atol=1e-5)
+
+
+def test_export_to_a_directory_with_files_is_refused(tuned, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    code, text = run_command(["export-adapter", "--load", str(tuned), "-o", str(tmp_path / "full"), "--merge"])
-    assert code == 2
-    assert "already exists" in text
+    for merge in ((), ("--merge",)):
+        code, text = run_command(["export-adapter", "--load", str(tuned), "-o", str(tmp_path / "full"), *merge])
+        assert code == 2
+        assert "already exists" in text

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from dynmo_tools._common.chat_template import ChatTemplate, ConversationError, open_chat_template
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.io.jsonl import BadLineError
-from dynmo_tools.tokenization.chat_template import ChatTemplate, ConversationError, open_chat_template
 from dynmo_tools.tokenization.conversations import ChatTokenizer, conversation_of
 from dynmo_tools.tokenization.definitions import read_definition
 from tests.chat_templates import (

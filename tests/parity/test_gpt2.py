@@ -28,8 +28,8 @@ def regrouped(qkv: torch.Tensor) -> torch.Tensor:
     return qkv.reshape(heads, 3, width, *qkv.shape[1:]).transpose(0, 1).reshape(qkv.shape)
 
 
-@pytest.fixture
-def models():
+def models_of_gpt2():
+    """Items of our GPT, and the GPT-2 of transformers with their weights."""
     cpu = torch.device("cpu")
     family = Gpt(SHAPE)
     items = {item.name: family.build(item.name, cpu) for item in family.items}
@@ -66,6 +66,11 @@ def models():
                 conv.bias.copy_(linear.bias)
         theirs.transformer.ln_f.load_state_dict(items["head"].norm.state_dict())
     return items, theirs
+
+
+@pytest.fixture
+def models():
+    return models_of_gpt2()
 
 
 def test_gpt2_logits_loss_and_gradients_equal_transformers(models):

@@ -2,8 +2,10 @@
 
 from .manifest import RunMetadata, build_manifest
 from .reader import (
+    BASE,
     Checkpoint,
     CheckpointError,
+    base_reference,
     find_checkpoint,
     find_damage,
     list_checkpoints,
@@ -13,9 +15,11 @@ from .reader import (
 from .writer import commit, new_staging, prune, remove_stale_staging, write_shard
 
 __all__ = [
+    "BASE",
     "Checkpoint",
     "CheckpointError",
     "RunMetadata",
+    "base_reference",
     "build_manifest",
     "commit",
     "find_damage",

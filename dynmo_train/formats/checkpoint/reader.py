@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 
 _CHUNK_BYTES = 1 << 22
+BASE = "x_base"
+"""Key of the manifest of a checkpoint of adapters alone: directory and digest of the checkpoint with the weights."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 # Prefixes of files that only a resume reads: moments, and memories of gradient compression.
 OPTIMIZER_FILES = ("optimizer-", "memory-")
 
@@ -46,11 +51,46 @@ def _fault(step_dir: Path, *, weights_only: bool = False) -> str:
         manifest = load_manifest(step_dir)
     except (CheckpointError, DocumentError) as error:
         return str(error)
+    if fault := _base_fault(manifest, step_dir):
+        return fault
     for name, entry in _needed_files(manifest, weights_only=weights_only).items():
         path = step_dir / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
             return f"{path}: {found}; the manifest has {entry['bytes']} bytes"
+    return ""
+
+
+def base_reference(directory: Path) -> dict[str, str]:
+    """What the manifest of a checkpoint of adapters states of its base, a checkpoint in ``directory``.
+
+    The digest is that of the base's manifest, which has the checksums of all tensors.
+
+    Raises:
+        CheckpointError: the manifest of the base cannot be read.
+    """
+    path = directory.resolve() / "manifest.json"
+    try:
+        digest = hashlib.sha256(read_bytes(path, MAX_TABLE_BYTES)).hexdigest()
+    except UnreadableError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.reason}") from error
+    return {"path": str(path.parent), "manifest_sha256": digest}
+
+
+def _base_fault(manifest: Mapping[str, Any], step_dir: Path) -> str:
+    """Why the base of a checkpoint of adapters cannot be used; empty if it can, or where all weights are stored."""
+    if BASE not in manifest:
+        return ""
+    stated = manifest[BASE]
+    place, digest = (stated.get(key) if isinstance(stated, dict) else None for key in ("path", "manifest_sha256"))
+    if not isinstance(place, str) or not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or "\0" in place:
+        return f"{step_dir}: {BASE} must have the path and manifest_sha256 of the base checkpoint"
+    try:
+        found = base_reference(Path(place))
+    except (CheckpointError, DocumentError) as error:
+        return f"{step_dir} has adapters alone, and their base is not there; put it back: {error}"
+    if found["manifest_sha256"] != digest:
+        return f"{step_dir} has adapters alone, and {place} is not the base that they were trained on: it was changed"
     return ""
 
 
@@ -120,7 +160,8 @@ def find_damage(step_dir: Path, part: int = 0, parts: int = 1, *, weights_only: 
     fault = _fault(step_dir, weights_only=weights_only)
     if fault:
         return fault
-    files = _needed_files(load_manifest(step_dir), weights_only=weights_only)
+    manifest = load_manifest(step_dir)
+    files = _needed_files(manifest, weights_only=weights_only)
     for name in sorted(files, key=lambda name: -files[name]["bytes"])[part::parts]:
         path = step_dir / name
         try:
@@ -129,7 +170,7 @@ def find_damage(step_dir: Path, part: int = 0, parts: int = 1, *, weights_only: 
             return f"{path}: cannot be read: {error.strerror}"
         if found != files[name]["crc32"]:
             return f"{path}: CRC-32 is {found}, the manifest has {files[name]['crc32']}: the bytes were altered"
-    return ""
+    return find_damage(Path(manifest[BASE]["path"]), part, parts, weights_only=True) if BASE in manifest else ""
 
 
 def _file_crc32(path: Path) -> str:
@@ -141,13 +182,22 @@ def _file_crc32(path: Path) -> str:
 
 
 def open_checkpoint(step_dir: Path) -> Checkpoint:
-    """Read and check the manifest of one step's directory.
+    """Read and check the manifest of one step's directory; for adapters alone, that of their base as well.
 
     Raises:
-        CheckpointError: The manifest cannot be read.
+        CheckpointError: The manifest cannot be read, or the base is missing or another one.
         DocumentError: The manifest is invalid.
     """
-    return Checkpoint(directory=step_dir, manifest=load_manifest(step_dir))
+    manifest = load_manifest(step_dir)
+    if BASE not in manifest:
+        return Checkpoint(directory=step_dir, manifest=manifest)
+    if fault := _base_fault(manifest, step_dir):
+        raise CheckpointError(fault)
+    base = open_checkpoint(Path(manifest[BASE]["path"]))
+    own = manifest["tensors"]
+    weights = {name: each for name, each in base.manifest["tensors"].items() if each["role"] != "optimizer"}
+    whole = {**manifest, "tensors": {**weights, **own}, "ties": base.manifest["ties"]}
+    return Checkpoint(directory=step_dir, manifest=whole, base=base, own=frozenset(own))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +208,15 @@ class Checkpoint:
         directory: Directory of the checkpoint.
         manifest: Its manifest.
         skipped_checkpoints: What is wrong with each damaged checkpoint in whose place this one is used.
+        base: Checkpoint that has the other weights of one with adapters alone; None where all are stored.
+        own: Names of the tensors that are not those of the base.
     """
 
     directory: Path
     manifest: Mapping[str, Any]
     skipped_checkpoints: tuple[str, ...] = ()
+    base: Checkpoint | None = None
+    own: frozenset[str] = frozenset()
 
     def stored_name(self, name: str) -> str:
         """Return the name under which a tensor is stored: that of the one it is tied to, also for optimizer state."""
@@ -203,6 +257,8 @@ class Checkpoint:
     def _load_one(self, name: str, places: dict[str, dict[str, TensorLocation]]) -> torch.Tensor:
         import torch
 
+        if self.base is not None and name not in self.own:
+            return self.base.load([name])[name]
         entry = self.manifest["tensors"][name]
         parts = []
         for shard in entry["shards"]:

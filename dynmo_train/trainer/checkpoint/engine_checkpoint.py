@@ -307,7 +307,7 @@ def host_buffer_shapes(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtyp
 
 def _is_stored(engine: Engine, name: str) -> bool:
     """Whether a writing rank stores a tensor of a local item; a tied weight is stored by its owner only."""
-    return engine.item_store.sharding.is_writer(name) and parameter_of(name) not in engine.family.ties
+    return engine.item_store.sharding.is_stored(name) and parameter_of(name) not in engine.family.ties
 
 
 def _shard_files(
@@ -397,7 +397,7 @@ def _rank_metadata(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     named = [
         (sharding.stored_name(name), name, p)
         for _, name, p in engine.item_store.parameters()
-        if name not in tied and sharding.is_writer(name)
+        if name not in tied and sharding.is_stored(name)
     ]
     steps = {name: step for state in states.values() for name, step in state.steps.items()}
     return {
@@ -465,7 +465,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
             "pruning": pruning,
             "sparse_thresholds": dict(settings.sparse.thresholds),
         },
-        ties=stored_ties(engine.family),
+        ties={} if metadata.base else stored_ties(engine.family),
         optimizer={
             "type": settings.optimizer.STORED_TYPE,
             "steps": {name: step for one in by_rank for name, step in one["steps"].items()},
@@ -494,7 +494,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
 
 GROUPS = ("decay", "no_decay")
 # Fields of the metadata that a manifest has only where they are not empty.
-EXTRA = ("data_position", "class_names", "loss_spikes")
+EXTRA = ("data_position", "class_names", "loss_spikes", "base")
 
 
 def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bool = True) -> None:

@@ -25,6 +25,7 @@ from ...formats.os_errors import reason
 from ...models.layer_list import ModelFamily, expert_biases_of, parameters_of
 from ...models.lora import FIELD, LoraSettings, is_adapter, merge_adapters, stored_settings
 from ...models.registry import family_of_manifest
+from .peft_layout import layout_of, peft_config, peft_tensors
 
 ADAPTER_NAME = re.compile(
     r"layers\.(?P<layer>\d+)\.(?P<part>attention|mlp)\.\w+\.adapter\.(?P<side>lora_[AB])\.(?P<projection>\w+)"
@@ -57,28 +58,21 @@ def export_peft(load: Path, output: Path, base_model: str | None) -> int:
         base_model: name or path of the base model for PEFT; None leaves it to the reader.
 
     Raises:
-        UsageError: the checkpoint has no adapters, PEFT's base model has other modules, or ``output`` has files.
+        UsageError: the checkpoint has no adapters, transformers has no such model, or ``output`` has files.
     """
     from safetensors.torch import save
 
     checkpoint, settings = open_adapted(load)
     model = checkpoint.manifest["model"]
-    _check_separate_projections(checkpoint, model, settings)
+    try:
+        layout = layout_of(model, checkpoint.manifest.get("source"))
+    except UsageError as error:
+        raise UsageError(f"{checkpoint.directory}: {error}") from error
     _check_empty(output)
-    names = [name for name in checkpoint.names("parameter") if is_adapter(name)]
-    tensors = {peft_name(name): tensor.contiguous() for name, tensor in checkpoint.load(names).items()}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": settings.rank,
-        "lora_alpha": settings.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(settings.targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(model["num_layers"]):
+        tensors |= peft_tensors(layout, settings, layer, _adapters_of_layer(checkpoint, layer))
+    config = peft_config(layout, settings, base_model)
     try:
         output.mkdir(parents=True, exist_ok=True)
         # The configuration last: a reader finds a whole adapter or none.
@@ -102,24 +96,15 @@ def peft_name(name: str) -> str:
     return f"base_model.model.model.layers.{layer}.{part}.{projection}.{side}.weight"
 
 
-def _check_separate_projections(checkpoint: Checkpoint, model: Mapping[str, Any], settings: LoraSettings) -> None:
-    """Refuse models whose modules in Hugging Face have several of our projections in one weight, or other names.
-
-    Raises:
-        UsageError: the model is one of them.
-    """
-    other = None
-    if model["family"] != "llama":
-        other = f"a {model['family']}"
-    elif "fc1" in settings.targets:
-        other = "a model with an MLP that is not gated"
-    elif model.get("rotary_fraction", 1.0) != 1.0:
-        other = "a Phi, whose weights of queries, keys and values are one"
-    if other is not None:
-        raise UsageError(
-            f"{checkpoint.directory} is {other}: its modules in Hugging Face differ from the projections of the"
-            " adapters; use --merge, and convert the result with dynmo-ckpt convert --to hf"
-        )
+def _adapters_of_layer(checkpoint: Checkpoint, layer: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Projection -> ``lora_A`` and ``lora_B`` of a layer."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    names = [name for name in checkpoint.names("parameter") if name.startswith(f"layers.{layer}.")]
+    for name, tensor in checkpoint.load([name for name in names if is_adapter(name)]).items():
+        matched = ADAPTER_NAME.fullmatch(name)
+        if matched is not None:
+            found.setdefault(matched["projection"], {})[matched["side"]] = tensor
+    return found
 
 
 def _check_empty(output: Path) -> None:

@@ -86,16 +86,16 @@ CHAT_TEMPLATE = (
 
 def _conversation(read: Any, data: bytes) -> None:
     """Read a conversation, and render it."""
+    from dynmo_tools._common.chat_template import ChatTemplate
     from dynmo_tools.io.jsonl import parse_line
-    from dynmo_tools.tokenization.chat_template import ChatTemplate
 
     conversation = read(parse_line(data))
     ChatTemplate(CHAT_TEMPLATE, "t.jinja").render(conversation.messages, conversation.tools)
 
 
 def _not_conversations() -> tuple[type[Exception], ...]:
+    from dynmo_tools._common.chat_template import ConversationError
     from dynmo_tools.io.jsonl import BadLineError
-    from dynmo_tools.tokenization.chat_template import ConversationError
 
     return BadLineError, ConversationError
 

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._common.document import MAX_TABLE_BYTES, parse_any_json, read_text, short_repr
-from .._common.errors import UsageError
-from .tokenizers import import_or_extra
+from .document import MAX_TABLE_BYTES, parse_any_json, read_text, short_repr
+from .errors import MissingExtraError, UsageError
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -82,10 +81,12 @@ class Marks:
 
 def _environment(date: datetime.date | None, marks: Marks) -> Any:
     """The sandbox that templates run in."""
-    import_or_extra("jinja2")
-    from jinja2 import ext, nodes
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    try:
+        from jinja2 import ext, nodes
+        from jinja2.parser import Parser
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise MissingExtraError("jinja2", "prep") from error
 
     class GenerationBlocks(ext.Extension):
         """Puts ``BEGIN`` and ``END`` around the text of ``{% generation %}`` blocks.
@@ -144,7 +145,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         date: datetime.date | None = None,
     ) -> None:
-        self.origin, self._variables = origin, dict(variables or {})
+        self.origin, self.variables = origin, dict(variables or {})
         sources = {"default": source} if isinstance(source, str) else dict(source)
         if "default" not in sources:
             names = ", ".join(sorted(sources)) or "none"
@@ -154,12 +155,14 @@ class ChatTemplate:
         self._marks = Marks()
         self._is_marked = {name: GENERATION.search(text) is not None for name, text in sources.items()}
         environment = _environment(date, self._marks)
+        from jinja2 import TemplateError
+
         self._compiled: dict[str, Any] = {}
         for name, text in sources.items():
             try:
                 self._compiled[name] = environment.from_string(text)
             # A template of hostile depth ends in a RecursionError of the parser.
-            except (import_or_extra("jinja2").TemplateError, RecursionError, ValueError, OverflowError) as error:
+            except (TemplateError, RecursionError, ValueError, OverflowError) as error:
                 raise UsageError(f"{origin}: not a chat template: {error}") from error
 
     def _name(self, tools: Any) -> str:
@@ -183,7 +186,7 @@ class ChatTemplate:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=prompt,
-                **self._variables,
+                **self.variables,
             )
         except (ConversationError, UsageError):
             raise
