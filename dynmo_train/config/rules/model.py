@@ -313,7 +313,6 @@ def _latent(config: Config, _world_size: int) -> Iterator[Problem]:
     if model.qk_norm == "projection":
         yield conflict("--qk-norm", f"is projection; {flag} normalizes the latents: use head, or leave it out")
     others = {
-        "--sparse-attention": config.attention.sparse_attention,
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--attention-sinks": model.attention_sinks,
         "--layer-types": model.layer_types is not None,
@@ -335,7 +334,6 @@ def _prediction(config: Config, _world_size: int) -> Iterator[Problem]:
     others = {
         "--context-parallel-size": parallel.context_parallel_size > 1,
         "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
-        "--early-exit-layers": config.exits.early_exit_layers is not None,
         "--layer-types": model.layer_types is not None,
     }
     given = [name for name, is_given in others.items() if is_given]
@@ -362,8 +360,6 @@ def _attention(config: Config) -> Iterator[Problem]:
     for flag in [flag for flag, on in eager.items() if on]:
         if model.attention_dropout > 0:
             yield unsupported(flag, f"is given with --attention-dropout {model.attention_dropout}; use 0")
-        if config.attention.sparse_attention:
-            yield unsupported(flag, "is given with --sparse-attention; remove one")
     for name in ("swiglu_alpha", "swiglu_limit"):
         if model.activation != "clamped_swiglu" and config.sources.get(name) in ("flag", "file"):
             yield conflict("--" + name.replace("_", "-"), "requires --activation clamped_swiglu; remove it")
