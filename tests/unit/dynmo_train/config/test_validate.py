@@ -338,7 +338,6 @@ CASES = {
         {"reset_attention_mask": True, "mod_capacity": 0.5},
         "--reset-attention-mask",
     ),
-    "window with routed blocks": ({"attention_window": 8, "mod_capacity": 0.5}, "--attention-window"),
     "window of a bert": ({"attention_window": 8, "family": "bert"}, "--attention-window"),
     "conversations of random tokens": ({"sft": True, "mock_data": True, "data_path": None}, "--sft"),
     "conversations of a curriculum": ({"sft": True, "curriculum_shortest": 8}, "--sft"),
