@@ -268,6 +268,14 @@ class SelfAttention(nn.Module):
         """Whether torch has no fused kernel for this attention; it has no dropout then."""
         return self.softcap is not None or self.sinks is not None
 
+    @property
+    def head_sinks(self) -> torch.Tensor | None:
+        """The sinks ``[H]`` of the heads that are computed: pruning may remove some. None where there are none."""
+        columns = self.dense.columns
+        if self.sinks is None or columns is None:
+            return self.sinks
+        return self.sinks[columns[:: self.head_width] // self.head_width]
+
     def has_kernel(self, q_BHTK: torch.Tensor) -> bool:
         """Whether sequences of variable length have a kernel for the queries ``q_BHTK`` ``[B, H, T, K]``."""
         return not self.is_eager and has_kernel(q_BHTK, self.attention_dropout if self.training else 0.0)
@@ -287,7 +295,7 @@ class SelfAttention(nn.Module):
             v_BGSK,
             scale=self.scale,
             cap=self.softcap,
-            sinks_H=self.sinks,
+            sinks_H=self.head_sinks,
             mask=mask,
             causal=causal,
             window=window,
@@ -389,7 +397,7 @@ class SelfAttention(nn.Module):
             causal=self.causal,
             dropout=self.attention_dropout if self.training else 0.0,
             training=self.training,
-            rules=ScoreRules(self.scale, self.softcap, self.sinks, self.window, positions),
+            rules=ScoreRules(self.scale, self.softcap, self.head_sinks, self.window, positions),
         )
         return y_BHTK.transpose(1, 2).flatten(2)
 

@@ -131,7 +131,6 @@ def _balance(config: Config) -> Iterator[Problem]:
         yield unsupported(flag, f"is {types}, which needs whole microbatches; --context-parallel-size is {size}")
     # Samples have different numbers of active tokens: the padding between them would be counted.
     counted = [name for name in coefficients if name in by_sequence_or_batch or name == SINKHORN]
-    counted += ["--moe-router-enable-expert-bias"] if model.moe_router_enable_expert_bias else []
     if counted and config.exits.early_exit_layers is not None:
         others = ", ".join(counted)
         yield unsupported(
@@ -332,7 +331,6 @@ def _prediction(config: Config, _world_size: int) -> Iterator[Problem]:
     if model.mtp_num_layers >= model.seq_length:
         yield conflict(flag, f"is {model.mtp_num_layers}; must be below --seq-length {model.seq_length}")
     others = {
-        "--context-parallel-size": parallel.context_parallel_size > 1,
         "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
         "--layer-types": model.layer_types is not None,
     }
