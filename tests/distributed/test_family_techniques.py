@@ -5,6 +5,7 @@ The techniques are options of the command line, so that the rules over options d
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dynmo_ckpt.huggingface.models import hf_model
 from dynmo_train.config import validate
 from dynmo_train.models.registry import family_of, family_of_manifest
 from tests.distributed.decoder_options import COMMON, FAMILIES
-from tests.distributed.option_runs import resolved, train_each
+from tests.distributed.option_runs import resolved, train_each, train_experts_each
 from tests.distributed.scenario import merged
 from tests.distributed.workers import run_workers
 
@@ -94,4 +95,31 @@ def test_every_technique_of_a_family_has_the_bits_of_one_worker():
     assert len(shares) == 3 * len(FAMILIES)
     assert not [case for case, share in shares.items() if not 0 < share < 1], shares
     different = [case for case in accepted if merged([each[case] for each in results]) != expected[case]]
+    assert not different
+
+
+def agreed(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The results of all workers as one; what several have must be equal."""
+    weights: dict[str, str] = {}
+    for result in results:
+        assert all(result[name] == results[0][name] for name in ("steps", "eval_loss"))
+        assert all(weights.setdefault(name, value) == value for name, value in result["weights"].items())
+    return {**results[0], "weights": weights}
+
+
+def test_experts_of_every_family_move_and_have_copies_with_the_same_bits():
+    """Four processes, with layers that move as well, against two processes whose experts and layers stay."""
+    spread = {"expert_model_parallel_size": 2, "moe_expert_slots": 4, "moe_expert_chunk_rows": 3}
+    cases = {
+        family: RUN | each.options | spread for family, each in FAMILIES.items() if each.options.get("num_experts")
+    }
+    assert len(cases) == 6
+    still = {name: values | {"pipeline_model_parallel_size": 1} for name, values in cases.items()}
+    moving = {name: values | {"pipeline_model_parallel_size": 2} for name, values in cases.items()}
+    assert not [problem for values in still.values() for problem in validate(resolved(values, 2), 2)]
+    expected = run_workers(partial(train_experts_each, moves=False), 2, still, MOVE_AFTER)
+    results = run_workers(partial(train_experts_each, moves=True), 4, moving, MOVE_AFTER)
+    different = [
+        name for name in cases if agreed([each[name] for each in results]) != agreed([each[name] for each in expected])
+    ]
     assert not different
