@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dynmo_train.dynamics.pruning_units import PruningRule, units_of
 from dynmo_train.models.early_exit import EXITED, ExitSettings
 from dynmo_train.models.hashed_attention import hash_directions
 from dynmo_train.models.kv_cache import Decoder, DecodingCache
@@ -14,6 +15,9 @@ from dynmo_train.models.latent_attention import LatentShape
 from dynmo_train.models.layer_list import output_of
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.mixture_of_depths import DepthSettings
+from dynmo_train.models.moe import MoeShape, counting_layers
+from dynmo_train.models.router import RouterShape
+from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 
 CPU = torch.device("cpu")
@@ -237,3 +241,49 @@ def test_decoding_token_by_token_is_the_whole_sequence(shape, technique):
     got = [decoder.read(ids[:, :4], cache)] + [decoder.read(ids[:, at : at + 1], cache) for at in range(4, TOKENS)]
     torch.testing.assert_close(torch.stack(got, 1), expected[:, 3:], rtol=1e-3, atol=1e-3)
     assert any(EXITED in item.reads or item.kind == "layer" for item in family.items)
+
+
+BIASED = MoeShape(num_experts=4, top_k=2, ffn_size=24, router=RouterShape(score_function="sigmoid", expert_bias=True))
+
+
+@pytest.mark.parametrize("depths", [None, DEPTHS], ids=["exits", "exits and depths"])
+def test_expert_biases_count_the_active_tokens_alone(depths):
+    """Samples have different numbers of active tokens; the padding between them chooses experts, too."""
+    family, modules = made(replace(PLAIN, moe=BIASED), exits=EXITS, depths=depths)
+    layers = {name: counting_layers(module) for name, module in modules.items()}
+    padded = {name: [] for name, found in layers.items() if found}
+    for name, (layer, *_) in ((name, found) for name, found in layers.items() if found):
+        layer.counts.begin_step(0)
+        layer.counts.microbatch = 0
+        layer.router.register_forward_hook(lambda _module, _x, logits, name=name: padded[name].append(len(logits)))
+    ids = tokens()
+    values, left = {}, {}
+    for item in family.items[:-1]:
+        left[item.name] = values.get(EXITED, torch.zeros(ids.shape)).bool()
+        inputs = {"ids": ids, "labels": ids.roll(-1, 1)}
+        result = modules[item.name](*(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
+        values[item.writes] = output_of(result)
+        values.update(getattr(result, "side", {}))
+    for name in padded:
+        active = (~left[name]).sum(1)
+        # A routed block selects half as many tokens as the fullest sample has, as far as they are active.
+        counted = active.clamp(max=(int(active.max()) + 1) // 2) if name in ("layers.1", "layers.3") else active
+        recorded = layers[name][0].counts.recorded(4, CPU)
+        assert int(recorded.sum()) == 2 * int(counted.sum()), name
+    assert any(rows[0] > int((~left[name]).sum()) for name, rows in padded.items()), "some padding is computed"
+
+
+def test_sinks_of_pruned_heads_are_left_out():
+    """Structured pruning computes the remaining heads; each has its own sink."""
+    narrow, masked = made(SHAPES["sinks"])[1], made(SHAPES["sinks"])[1]
+    rule = PruningRule(mode="structured")
+    for modules, is_narrow in ((narrow, True), (masked, False)):
+        attention = modules["layers.0.attention"]
+        [units] = units_of(attention, rule)
+        for layer, mask in units.prune(torch.tensor([False, True])):
+            layer.weight.data.mul_(mask)
+            layer.set_mask(mask, SparseTable(structured=is_narrow))
+    x = torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(4))
+    ours, theirs = (modules["layers.0.attention"](x) for modules in (narrow, masked))
+    assert narrow["layers.0.attention"].dense.columns is not None
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
