@@ -330,13 +330,12 @@ def _prediction(config: Config, _world_size: int) -> Iterator[Problem]:
         yield unsupported(flag, "requires --position-embedding-type rotary")
     if model.mtp_num_layers >= model.seq_length:
         yield conflict(flag, f"is {model.mtp_num_layers}; must be below --seq-length {model.seq_length}")
-    others = {
-        "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
-        "--layer-types": model.layer_types is not None,
-    }
-    given = [name for name, is_given in others.items() if is_given]
-    if given:
-        yield unsupported(flag, f"cannot be combined with {', '.join(given)}; remove one")
+    if parallel.vocabulary_parallel is not None:
+        yield unsupported(
+            flag,
+            "cannot be combined with --vocabulary-parallel, whose shards compute the loss of the last stage alone;"
+            " remove one",
+        )
 
 
 def _attention(config: Config) -> Iterator[Problem]:

@@ -33,10 +33,6 @@ CASES = {
         "--attn-logit-softcapping",
     ),
     "further predictions of learned positions": ({"mtp_num_layers": 1}, "--mtp-num-layers"),
-    "further predictions of layers that differ": (
-        {"family": "llama", "mtp_num_layers": 1, "attention_window": 4, "layer_types": "sliding,full"},
-        "--mtp-num-layers",
-    ),
     "copies of shards": ({"peer_checkpoint_interval": 5, "zero_stage": 1, **REPLICAS}, "--peer-checkpoint-interval"),
     "copies of memories": (
         {"peer_checkpoint_interval": 5, "grad_comp": True, **REPLICAS},
