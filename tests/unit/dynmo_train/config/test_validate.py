@@ -299,7 +299,6 @@ CASES = {
         {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "early_exit_layers": "1"},
         "--early-exit-layers",
     ),
-    "exits of biases": ({**EXPERTS, **BIASED, "early_exit_layers": "1"}, "--early-exit-layers"),
     "scores of sinkhorn": (
         {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn", "moe_router_score_function": "sigmoid"},
         "--moe-router-score-function",
