@@ -266,7 +266,7 @@ def test_expert_biases_count_the_active_tokens_alone(depths):
         values.update(getattr(result, "side", {}))
     for name in padded:
         active = (~left[name]).sum(1)
-        # A routed block selects half as many tokens as the fullest sample has, as far as they are active.
+        # A routed block selects half of the number of tokens of the fullest sample, as far as they are active.
         counted = active.clamp(max=(int(active.max()) + 1) // 2) if name in ("layers.1", "layers.3") else active
         recorded = layers[name][0].counts.recorded(4, CPU)
         assert int(recorded.sum()) == 2 * int(counted.sum()), name
