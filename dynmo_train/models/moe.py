@@ -562,14 +562,13 @@ class MoeMlp(nn.Module):
         # Expert choice and balanced assignment are not causal, so evaluation routes by token. The number of tokens of
         # a mixture of depths is fixed in training only.
         is_fixed = self.has_fixed_tokens and self.training
-        position_E = self.experts.position_E(logits_NE.device)
         routing = route(
             logits_NE,
             moe,
             balanced=self.training,
             is_fixed=is_fixed,
             context=self.context,
-            position_E=position_E,
+            position_E=self.experts.position_E(logits_NE.device),
             sequences=len(x_BTD),
             bias_E=self.expert_bias,
             # Evaluation and frozen layers have no losses, and change no bias.
