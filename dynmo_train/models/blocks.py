@@ -26,10 +26,12 @@ from .eager_attention import eager_attention
 from .embedding_grad import PendingRows, look_up
 from .gated import Activation, are_stacked, gated_activation, is_gated, join_gated, stacked_rows
 from .hashed_attention import HashedAttention
-from .key_values import KeysValues, KVCache
+from .hashed_tiles import ScoreRules
+from .key_values import KVCache, Past, append_keys
 from .linear import PrunableLinear, overlapped_pair
+from .norms import normalize_heads
 from .positions import RelativeBias, Rotary, add_positions
-from .varlen import attend_sequences, has_kernel, padded_offsets, sample_offsets, window_mask
+from .varlen import attend_sequences, has_kernel, padded_offsets, sample_offsets, selected_window_mask, window_mask
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 Linear = Callable[[str, torch.Tensor], torch.Tensor]
@@ -110,22 +112,6 @@ def _reads_grouped_keys(device: torch.device, mask: torch.Tensor | None, dropout
     Where it has none, torch repeats the keys itself, and computes all scores at once.
     """
     return dropout == 0.0 if device.type == "cpu" else mask is None
-
-
-def normalize_heads(norm: nn.Module, x_BHTK: torch.Tensor) -> torch.Tensor:
-    """Normalize each head, or all heads of a token together, by the length of the norm's weight.
-
-    Args:
-        norm: normalization over the last dimension, of K or H * K elements.
-        x_BHTK: queries or keys, ``[B, H, T, K]``.
-    """
-    weight, (_, heads, _, width) = norm.weight, x_BHTK.shape
-    if not isinstance(weight, torch.Tensor) or len(weight) == width:
-        y_BHTK: torch.Tensor = norm(x_BHTK)
-        return y_BHTK
-    y_BTR: torch.Tensor = norm(x_BHTK.transpose(1, 2).flatten(2))
-    whole_BHTK: torch.Tensor = y_BTR.unflatten(2, (heads, width)).transpose(1, 2)
-    return whole_BHTK
 
 
 class SelfAttention(nn.Module):
@@ -285,6 +271,15 @@ class SelfAttention(nn.Module):
         """Whether torch has no fused kernel for this attention; it has no dropout then."""
         return self.softcap is not None or self.sinks is not None or self.off_by_one
 
+    def head_sinks(self, q_BHTK: torch.Tensor) -> torch.Tensor | None:
+        """The sinks ``[H]`` of the heads that are computed, those of ``q_BHTK``: pruning may remove some; or None."""
+        if self.off_by_one:
+            return q_BHTK.new_zeros(q_BHTK.shape[1])
+        columns = self.dense.columns
+        if self.sinks is None or columns is None:
+            return self.sinks
+        return self.sinks[columns[:: self.head_width] // self.head_width]
+
     def has_kernel(self, q_BHTK: torch.Tensor) -> bool:
         """Whether sequences of variable length have a kernel for the queries ``q_BHTK`` ``[B, H, T, K]``."""
         return not self.is_eager and has_kernel(q_BHTK, self.attention_dropout if self.training else 0.0)
@@ -304,7 +299,7 @@ class SelfAttention(nn.Module):
             v_BGSK,
             scale=self.scale,
             cap=self.softcap,
-            sinks_H=q_BHTK.new_zeros(q_BHTK.shape[1]) if self.off_by_one else self.sinks,
+            sinks_H=self.head_sinks(q_BHTK),
             mask=mask,
             causal=causal,
             window=window,
@@ -333,11 +328,7 @@ class SelfAttention(nn.Module):
             return x_BTD + item_dropout(y_BTR, self.dropout, self.training)
         dropout = self.attention_dropout if self.training else 0.0
         if self.sparse is not None:
-            k, v = self._for_each_head(k), self._for_each_head(v)
-            y_BHTK = self.sparse.attend(
-                q, k, v, key_mask_BS, causal=self.causal, dropout=dropout, training=self.training
-            )
-            return self.finish(x_BTD, y_BHTK.transpose(1, 2).flatten(2))
+            return self.finish(x_BTD, self._attend_buckets(self.sparse, q, k, v, key_mask_BS, positions))
         # Selected tokens have keys in any place; a bias, or a causal mask as well, needs the scores.
         is_padded = positions is None and self.relative is None and not self.causal
         if key_mask_BS is not None and is_padded and has_kernel(q, dropout):
@@ -345,7 +336,7 @@ class SelfAttention(nn.Module):
             y_BTR = attend_sequences(q, k, v, (offsets, offsets), (tokens, tokens), scale=self.scale)
             return self.finish(x_BTD, y_BTR)
         if self.window is not None:
-            return x_BTD + item_dropout(self._attend_window(q, k, v, self.window), self.dropout, self.training)
+            return self.finish(x_BTD, self._window_heads(q, k, v, self.window, positions))
         mask = None if key_mask_BS is None else key_mask_BS[:, None, None, :]
         causal = self.causal
         # scaled_dot_product_attention accepts a mask or ``is_causal``, so the bias contains the causal mask as well.
@@ -358,74 +349,100 @@ class SelfAttention(nn.Module):
         x_BTD: torch.Tensor,
         index_BC: torch.Tensor,
         key_mask_BT: torch.Tensor | None = None,
-        past: KeysValues | None = None,
+        past: Past | None = None,
         positions: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, KeysValues]:
+    ) -> tuple[torch.Tensor, Past]:
         """Apply the sublayer to selected tokens, which attend to keys and values of all tokens.
 
         Args:
             x_BTD: the residual stream of all new tokens, ``[B, T, D]``.
             index_BC: int64 places of the selected tokens among them, ``[B, C]``.
             key_mask_BT: bool ``[B, T]``, true for tokens that may be attended to; None means all. Not with ``past``.
-            past: keys and values ``[B, G, S, K]`` of the tokens before; None where there are none.
-            positions: int64 ``[B, T]`` of the new tokens; None means 0, 1, 2, ...
+            past: of the tokens before; None where there are none.
+            positions: int64 ``[B, T]`` of the new tokens, which are consecutive; None means 0, 1, 2, ...
 
         Returns:
             The output of the selected tokens, ``[B, C, D]``, and keys and values of all tokens.
         """
         q, k, v = self.project(x_BTD, 0 if positions is None else positions)
-        if past is not None:
-            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
-        dropout = self.attention_dropout if self.training else 0.0
+        cache, band = append_keys(past, k, v, positions, self.window)
+        # Of all queries: the causal kernel without a mask is faster than one with a mask for fewer of them.
         if self.sparse is not None and past is None:
-            keys, values = self._for_each_head(k), self._for_each_head(v)
-            y_BHTK = self.sparse.attend(
-                q, keys, values, key_mask_BT, causal=self.causal, dropout=dropout, training=self.training
-            )
+            heads_BTR = self._attend_buckets(self.sparse, q, k, v, key_mask_BT, None)
+        elif self.window is not None and past is None and key_mask_BT is None:
+            heads_BTR = self._window_heads(q, k, v, self.window)
         else:
             mask = None if key_mask_BT is None else key_mask_BT.bool()[:, None, None, :]
             causal = self.causal and past is None and mask is None
             if self.causal and not causal:
-                band_TS = window_mask(q.shape[2], k.shape[2], k.shape[2], q.device)
-                mask = band_TS if mask is None else mask & band_TS
-            # Of all queries: the causal kernel without a mask is faster than one with a mask for fewer of them.
-            y_BHTK = self.weighted_values(q, k, v, mask, causal)
+                mask = band if mask is None else mask & band
+            y_BHTK = self.weighted_values(q, cache[0], cache[1], mask, causal)
+            heads_BTR = y_BHTK.transpose(1, 2).flatten(2)
         chosen_BC1 = index_BC[..., None]
-        heads_BTR = y_BHTK.transpose(1, 2).flatten(2)
         y_BCD = self.output(heads_BTR.gather(1, chosen_BC1.expand(-1, -1, heads_BTR.shape[2])))
         x_BCD = x_BTD.gather(1, chosen_BC1.expand(-1, -1, x_BTD.shape[2]))
-        return x_BCD + item_dropout(y_BCD, self.dropout, self.training), (k, v)
+        return x_BCD + item_dropout(y_BCD, self.dropout, self.training), cache
 
-    def _attend_window(
-        self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, window: int
+    def _attend_buckets(
+        self,
+        sparse: HashedAttention,
+        q_BHTK: torch.Tensor,
+        k_BGTK: torch.Tensor,
+        v_BGTK: torch.Tensor,
+        key_mask_BT: torch.Tensor | None,
+        positions: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See :meth:`attend`; each token attends to the last ``window`` tokens up to itself."""
-        B, _, T, _ = q_BHTK.shape
-        if window >= T:
-            return self.attend(q_BHTK, k_BGTK, v_BGTK, None, True)
-        if self.is_eager:
-            y_BHTK = self._eager(q_BHTK, k_BGTK, v_BGTK, None, True, window)
-            return self.output(y_BHTK.transpose(1, 2).flatten(2))
-        if not self.has_kernel(q_BHTK):
-            return self.attend(q_BHTK, k_BGTK, v_BGTK, window_mask(T, T, window, q_BHTK.device), False)
-        offsets = sample_offsets(B, T, q_BHTK.device)
-        y_BTR = attend_sequences(
-            q_BHTK, k_BGTK, v_BGTK, (offsets, offsets), (T, T), window=(window - 1, 0), scale=self.scale
+        """The heads' outputs ``[B, T, H*K]``: a token attends to those of its bucket and of its window."""
+        y_BHTK = sparse.attend(
+            q_BHTK,
+            self._for_each_head(k_BGTK),
+            self._for_each_head(v_BGTK),
+            key_mask_BT,
+            causal=self.causal,
+            dropout=self.attention_dropout if self.training else 0.0,
+            training=self.training,
+            rules=ScoreRules(self.scale, self.softcap, self.head_sinks(q_BHTK), self.window, positions),
         )
-        return self.output(y_BTR)
+        return y_BHTK.transpose(1, 2).flatten(2)
+
+    def _window_heads(
+        self,
+        q_BHTK: torch.Tensor,
+        k_BGTK: torch.Tensor,
+        v_BGTK: torch.Tensor,
+        window: int,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The heads' outputs ``[B, T, H*K]``: a token attends to the last ``window`` positions up to its own."""
+        B, _, T, _ = q_BHTK.shape
+        if window < T and positions is None and self.has_kernel(q_BHTK):
+            offsets, span = sample_offsets(B, T, q_BHTK.device), (window - 1, 0)
+            return attend_sequences(q_BHTK, k_BGTK, v_BGTK, (offsets, offsets), (T, T), window=span, scale=self.scale)
+        if positions is not None:
+            # Selected tokens: keys that are near in this list may be far in the sample.
+            mask = selected_window_mask(positions, window)
+            y_BHTK = self.weighted_values(q_BHTK, k_BGTK, v_BGTK, mask, False)
+        elif window >= T:
+            y_BHTK = self.weighted_values(q_BHTK, k_BGTK, v_BGTK, None, True)
+        elif self.is_eager:
+            y_BHTK = self._eager(q_BHTK, k_BGTK, v_BGTK, None, True, window)
+        else:
+            mask = window_mask(T, T, window, q_BHTK.device)
+            y_BHTK = self.weighted_values(q_BHTK, k_BGTK, v_BGTK, mask, False)
+        return y_BHTK.transpose(1, 2).flatten(2)
 
     def finish(self, x_BTD: torch.Tensor, heads_BTR: torch.Tensor) -> torch.Tensor:
         """The stream ``x_BTD`` ``[B, T, D]`` with the update by the heads' outputs ``heads_BTR`` ``[B, T, H*K]``."""
         return x_BTD + item_dropout(self.output(heads_BTR), self.dropout, self.training)
 
     def extend(
-        self, x_BTD: torch.Tensor, past: KeysValues | None, positions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, KeysValues]:
+        self, x_BTD: torch.Tensor, past: Past | None, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Past]:
         """Process new tokens after those whose keys and values are ``past``.
 
         Args:
             x_BTD: the residual stream of the new tokens, ``[B, T, D]``.
-            past: keys and values ``[B, G, S, K]`` of the tokens before; None where there are none.
+            past: of the tokens before; None where there are none.
             positions: int64 ``[B, T]`` of the new tokens, where this item skips some tokens of a sequence.
 
         Returns:
@@ -433,12 +450,9 @@ class SelfAttention(nn.Module):
         """
         before = 0 if past is None else past[0].shape[2]
         q, k, v = self.project(x_BTD, before if positions is None else positions)
-        if past is not None:
-            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
-        tokens = q.shape[2]
         # Not ``is_causal``: torch aligns its causal mask to the first key, and here the last query is the last key.
-        mask_TS = window_mask(tokens, before + tokens, self.window or before + tokens, x_BTD.device)
-        return x_BTD + self.attend(q, k, v, mask_TS, False), (k, v)
+        cache, mask = append_keys(past, k, v, positions, self.window)
+        return x_BTD + self.attend(q, cache[0], cache[1], mask, False), cache
 
     def extend_into(
         self, x_BTD: torch.Tensor, kv_cache: KVCache, mask: torch.Tensor | None, cos_sin: CosSin | None

@@ -109,7 +109,7 @@ class Region:
 def compiled_regions(module: nn.Module) -> Iterator[Region]:
     """The methods of an item that are compiled; see the module's table."""
     if isinstance(module, ActiveTokens):
-        if isinstance(module, MoeMlp | RoutedBlock) or _is_hashed(module):
+        if issubclass(type(module), MoeMlp | RoutedBlock) or _is_hashed(module):
             yield from _parts(module, TOKENS_DIM)
         else:
             yield Region(module, "on_tokens", TOKENS_DIM if module.reads_exited else None)

@@ -266,7 +266,8 @@ class Decoder(Family[Shape]):
 
     def builders(self, name: str) -> Builders:
         """Layers that read where documents begin, where the run asks for it."""
-        layer = layer_number(name)
+        # A further prediction is as the last block.
+        layer = self.shape.num_layers - 1 if name.startswith(f"{PREFIX}.") else layer_number(name)
         builders = dict(super().builders(name))
         builders["attention"] = lambda device: SelfAttention(**self.attention_options(device, layer))
         if self._resets_position_table:

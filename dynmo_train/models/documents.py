@@ -133,7 +133,7 @@ class PackedAttention(SelfAttention):
             documents = Documents(starts_BT, self.chunk_sizes) if self.reset_mask else None
             y_BTD = self.output(attend_context(q, k, v, self.context, self, documents))
         elif not self.reset_mask:
-            y_BTD = self._attend_window(q, k, v, self.window or q.shape[2])
+            y_BTD = self.output(self._window_heads(q, k, v, self.window or q.shape[2]))
         elif self.most_documents and self.has_kernel(q):
             y_BTD = self._attend_varlen(q, k, v, starts_BT)
         else:

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .softcap import soft_cap
+
 CHUNK_SCORES = 1 << 23
 SHORTEST_CHUNK = 128
 
@@ -66,6 +68,36 @@ def eager_attention(
         return compiled_BHTK
     y_BHTK: torch.Tensor = _EagerAttention.apply(q_BHTK, k_BGSK, v_BGSK, sinks_H, mask, *shape)  # type: ignore[no-untyped-call]
     return y_BHTK
+
+
+def tile_attention(
+    q_GLK: torch.Tensor,
+    k_GMK: torch.Tensor,
+    v_GMK: torch.Tensor,
+    allowed_GLM: torch.Tensor,
+    *,
+    scale: float | None,
+    cap: float | None,
+    sinks_G: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same for tiles of queries, with all scores of a tile in memory: ``[G, L, K]``.
+
+    Args:
+        q_GLK: queries of each tile.
+        k_GMK: keys of each tile.
+        v_GMK: values of each tile.
+        allowed_GLM: bool, whether a query attends to a key. Every query needs a key.
+        scale: factor on the scores; None means ``K^-0.5``.
+        cap: the scores are between ``-cap`` and ``cap``; None means no cap.
+        sinks_G: float32 logit of the sink of each tile's head; None means none.
+    """
+    scale = q_GLK.shape[-1] ** -0.5 if scale is None else scale
+    z_GLM = soft_cap(torch.bmm(q_GLK, k_GMK.transpose(1, 2)).float() * scale, cap)
+    z_GLM = z_GLM.masked_fill(~allowed_GLM, -math.inf)
+    sums_GL1 = z_GLM.logsumexp(-1, keepdim=True)
+    if sinks_G is not None:
+        sums_GL1 = torch.logaddexp(sums_GL1, sinks_G[:, None, None].expand_as(sums_GL1))
+    return torch.bmm((z_GLM - sums_GL1).exp().to(v_GMK.dtype), v_GMK)
 
 
 def _chunks(q: torch.Tensor, keys: int, causal: bool, window: int) -> Iterator[tuple[slice, slice]]:

@@ -427,6 +427,8 @@ class ActiveTokens(nn.Module):
             # The inputs of an attention are key masks: padding entries must not be attended to.
             given = {name: value.bool() & selected.real_BC for name, value in given.items()}
             extra["positions"] = selected.index_BC
+        elif selected is not None and issubclass(type(self), MoeMlp):
+            extra["real"] = selected.real_BC
         elif selected is not None and issubclass(type(self), RoutedBlock):
             extra = {"positions": selected.index_BC, "real": selected.real_BC}
         with products:

@@ -18,12 +18,14 @@ of each are a list in a tensor. The host reads nothing, and another selection co
 
 Shapes in names: B samples, H heads, T queries, S keys (T = S here), K head width, P = B*H, N buckets and one end, Q and
 J tiles of queries and keys, L rows of a tile, G tiles with the same number of key blocks, M keys of such a tile.
+
+With a sliding window the keys of a query begin behind those of its bucket that are before the window: still one range.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -32,6 +34,7 @@ import torch.nn.functional as F
 
 from ..parallel.random_stream import normal
 from ..parallel.seeding import stable_seed
+from .hashed_tiles import PLAIN_SCORES, ScoreRules, attend_by_tiles, take_rows, tile_table
 
 FLEX_TILE = 128
 """Tiles of FlexAttention are multiples of this: its kernels read the keys of 128 rows at a time."""
@@ -142,6 +145,7 @@ def hash_mask(
     *,
     buckets: int,
     causal: bool,
+    begins_PT: torch.Tensor | None = None,
 ) -> HashMask:
     """Sort by bucket and position, and find the range of keys of each query.
 
@@ -151,6 +155,7 @@ def hash_mask(
         key_mask_PT: bool by position, ``[P, T]``, false for keys that no query may attend to; None means all.
         buckets: number of buckets.
         causal: whether a query attends to earlier keys and its own only.
+        begins_PT: int64 first key in the window of each query by position, ``[P, T]``; None means no window.
     """
     P, T = q_bucket_PT.shape
     if key_mask_PT is not None:
@@ -162,202 +167,28 @@ def hash_mask(
     q_edges, k_edges = (torch.searchsorted(x, edges) for x in (q_sorted, k_sorted))
     bucket_PT = q_sorted // T
     end_PT = torch.searchsorted(k_sorted, q_sorted, right=True) if causal else k_edges.gather(1, bucket_PT + 1)
+    first_PT = k_edges.gather(1, bucket_PT)
+    if begins_PT is not None:
+        first_PT = torch.searchsorted(k_sorted, bucket_PT * T + begins_PT.gather(1, q_sorted % T))
     return HashMask(
         q_order_PT=q_sorted % T,
         k_order_PT=k_sorted % T,
         q_edges_PN=q_edges,
         k_edges_PN=k_edges,
         bucket_PT=bucket_PT,
-        first_PT=k_edges.gather(1, bucket_PT),
+        first_PT=first_PT,
         end_PT=end_PT,
     )
 
 
-class _TakeRows(torch.autograd.Function):
-    """``x[index]``, whose backward is ``gradient[inverse]``, a gather instead of a scatter.
-
-    Each row of ``x`` is taken once, apart from entries of ``index`` whose gradient does not count. Rows of ``x`` that
-    are not taken are ``padding``.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, padding: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inverse, padding)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        inverse, padding = ctx.saved_tensors
-        gradient = gradients[0].index_select(0, inverse)
-        return gradient if padding is None else gradient.index_fill_(0, padding, 0.0), None, None, None
-
-
-def _take_rows(
-    x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, padding: torch.Tensor | None = None
-) -> torch.Tensor:
-    taken: torch.Tensor = _TakeRows.apply(x, index, inverse, padding)  # type: ignore[no-untyped-call]
-    return taken
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slots:
-    """Rows of buckets in blocks of L slots, each bucket in blocks of its own; ``rows[entry]`` is the row of a slot.
-
-    Attributes:
-        entry: int64 row of each slot, ``[slots]``; of padding slots any.
-        slot: int64 slot of each row, ``[P*T]``.
-        padding: int64 slots without a row.
-        block_PN: int64 first block of each bucket.
-        counts: int64 number of rows of each block.
-        bucket: int64 bucket of each block, counted over all P, ``[blocks]``.
-    """
-
-    entry: torch.Tensor
-    slot: torch.Tensor
-    padding: torch.Tensor
-    block_PN: torch.Tensor
-    counts: torch.Tensor
-    bucket: torch.Tensor
-
-
-def bucket_slots(order_PT: torch.Tensor, edges_PN: torch.Tensor, tile: int) -> Slots:
-    """Cut the rows of each bucket into blocks.
-
-    Args:
-        order_PT: int64 position of each sorted row, ``[P, T]``.
-        edges_PN: int64 number of sorted rows before each bucket, and the end of the last, ``[P, N]``.
-        tile: rows of a block L.
-    """
-    P, T = order_PT.shape
-    device = order_PT.device
-    rows_PN = edges_PN.diff(dim=1).flatten()
-    blocks_PN = (rows_PN + tile - 1) // tile
-    block_PN = blocks_PN.cumsum(0) - blocks_PN
-    bucket = torch.arange(len(blocks_PN), device=device).repeat_interleave(blocks_PN)
-    offset = (torch.arange(len(bucket), device=device) - block_PN[bucket]) * tile
-    first_row = torch.arange(P, device=device).repeat_interleave(edges_PN.shape[1] - 1) * T + edges_PN[:, :-1].flatten()
-    sorted_row = (first_row[bucket] + offset)[:, None] + torch.arange(tile, device=device)
-    counts = (rows_PN[bucket] - offset).clamp(max=tile)
-    is_row = torch.arange(tile, device=device) < counts[:, None]
-    by_row = (order_PT + torch.arange(P, device=device)[:, None] * T).flatten()
-    entry = torch.where(is_row, by_row[sorted_row.clamp(max=P * T - 1)], 0).flatten()
-    slot = torch.empty(P * T, dtype=torch.int64, device=device)
-    taken = is_row.flatten().nonzero()[:, 0]
-    slot[entry[taken]] = taken
-    padding = is_row.flatten().logical_not().nonzero()[:, 0]
-    return Slots(entry=entry, slot=slot, padding=padding, block_PN=block_PN, counts=counts, bucket=bucket)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileTable:
-    """The products of :func:`attend_by_tiles`: query tiles, sorted by their number of key blocks.
-
-    Attributes:
-        tile: rows of a tile and of a block of keys L.
-        queries: slots of the queries, in the order of the tiles.
-        keys: slots of the keys.
-        key_blocks: int64 numbers of the key blocks of all tiles, one tile after another.
-        keys_QL: int64 number of keys of each query slot, counted from the first key of its tile; 0 for padding.
-        groups: number of tiles, and number of key blocks of each, per group.
-    """
-
-    tile: int
-    queries: Slots
-    keys: Slots
-    key_blocks: torch.Tensor
-    keys_QL: torch.Tensor
-    groups: tuple[tuple[int, int], ...]
-
-
-def tile_table(mask: HashMask, tile: int) -> TileTable:
-    """Cut the queries of each bucket into tiles, and list the key blocks that each needs.
-
-    Args:
-        mask: keys of each query.
-        tile: rows of a tile.
-    """
-    queries = bucket_slots(mask.q_order_PT, mask.q_edges_PN, tile)
-    keys = bucket_slots(mask.k_order_PT, mask.k_edges_PN, tile)
-    # By position, as slots name rows: the number of keys of each query.
-    found_PT = torch.empty_like(mask.end_PT).scatter_(1, mask.q_order_PT, mask.end_PT - mask.first_PT)
-    inner = torch.arange(tile, device=found_PT.device)
-    keys_QL = found_PT.flatten()[queries.entry].view(-1, tile).masked_fill_(inner >= queries.counts[:, None], 0)
-    # The last query of a tile is its latest, and has all keys of the others.
-    blocks_Q = (keys_QL.amax(1) + tile - 1) // tile
-    order_Q = torch.argsort(blocks_Q, stable=True)
-    blocks_Q = blocks_Q[order_Q]
-    sizes, tiles = blocks_Q.unique_consecutive(return_counts=True)
-    before = torch.arange(int(blocks_Q.sum()), device=found_PT.device)
-    start = blocks_Q.cumsum(0) - blocks_Q
-    key_blocks = (keys.block_PN[queries.bucket[order_Q]] - start).repeat_interleave(blocks_Q) + before
-    entry_QL = queries.entry.view(-1, tile)[order_Q]
-    place_Q = torch.argsort(order_Q)
-    keys_QL = keys_QL[order_Q]
-    queries = replace(
-        queries,
-        entry=entry_QL.flatten(),
-        slot=place_Q[queries.slot // tile] * tile + queries.slot % tile,
-        padding=place_Q[queries.padding // tile] * tile + queries.padding % tile,
-        counts=queries.counts[order_Q],
-        bucket=queries.bucket[order_Q],
-    )
-    return TileTable(
-        tile=tile,
-        queries=queries,
-        keys=keys,
-        key_blocks=key_blocks,
-        keys_QL=keys_QL,
-        groups=tuple(zip(tiles.tolist(), sizes.tolist(), strict=True)),
-    )
-
-
-def attend_by_tiles(
-    q_PTK: torch.Tensor, k_PTK: torch.Tensor, v_PTK: torch.Tensor, table: TileTable, *, dropout: float
-) -> torch.Tensor:
-    """Attention of each query to its keys, ``[P, T, K]``; a query without any key gets 0.
-
-    Args:
-        q_PTK: queries by position, ``[P, T, K]``.
-        k_PTK: keys by position, ``[P, T, K]``.
-        v_PTK: values by position, ``[P, T, K]``.
-        table: the products to compute.
-        dropout: dropout probability of the attention weights.
-    """
-    P, T, K = q_PTK.shape
-    L, queries, keys = table.tile, table.queries, table.keys
-    q_QLK = _take_rows(q_PTK.reshape(P * T, K), queries.entry, queries.slot).view(-1, L, K)
-    # A block is one row of L * K numbers: copying and adding rows of K numbers takes several times as long.
-    k_blocks, v_blocks = (
-        _take_rows(x.reshape(P * T, K), keys.entry, keys.slot).view(-1, L * K)[table.key_blocks] for x in (k_PTK, v_PTK)
-    )
-    tiles, sizes = zip(*table.groups, strict=True)
-    rows = [count * size for count, size in table.groups]
-    done: list[torch.Tensor] = []
-    for q_GLK, keys_GL, k_rows, v_rows, size in zip(
-        q_QLK.split(tiles), table.keys_QL.split(tiles), k_blocks.split(rows), v_blocks.split(rows), sizes, strict=True
-    ):
-        if size == 0:
-            done.append(torch.zeros_like(q_GLK))
-            continue
-        # A softmax over no key is NaN: such a query attends to the first key here, and is zeroed below.
-        allowed_GLM = torch.arange(size * L, device=q_GLK.device) < keys_GL.clamp(min=1)[..., None]
-        y_GLK = F.scaled_dot_product_attention(
-            q_GLK[:, None],
-            k_rows.view(-1, 1, size * L, K),
-            v_rows.view(-1, 1, size * L, K),
-            attn_mask=allowed_GLM[:, None],
-            dropout_p=dropout,
-        )[:, 0]
-        done.append(y_GLK)
-    y = _take_rows(torch.cat(done).view(-1, K), queries.slot, queries.entry, queries.padding)
-    is_empty = (table.keys_QL.flatten() == 0)[queries.slot]
-    return y.masked_fill(is_empty[:, None], 0.0).view(P, T, K)
-
-
 def attend_by_lists(
-    q_BHTK: torch.Tensor, k_BHTK: torch.Tensor, v_BHTK: torch.Tensor, lists: TileLists, *, compiled: bool = True
+    q_BHTK: torch.Tensor,
+    k_BHTK: torch.Tensor,
+    v_BHTK: torch.Tensor,
+    lists: TileLists,
+    *,
+    scale: float | None = None,
+    compiled: bool = True,
 ) -> torch.Tensor:
     """Attention of each query to its keys by FlexAttention, ``[B, H, T, K]``; a query without any key gets 0.
 
@@ -368,6 +199,7 @@ def attend_by_lists(
         k_BHTK: sorted keys, padded likewise.
         v_BHTK: sorted values, padded likewise.
         lists: the tiles to compute.
+        scale: factor on the scores; None means ``K^-0.5``.
         compiled: whether to compile. The backward needs it, and CUDA.
     """
     attend = _compiled(flex_by_lists) if compiled else flex_by_lists
@@ -379,6 +211,7 @@ def attend_by_lists(
         (lists.first_BHT, lists.end_BHT),
         (lists.counts_BHQ, lists.indices_BHQJ),
         (lists.full_counts_BHQ, lists.full_indices_BHQJ),
+        scale,
     )
 
 
@@ -397,6 +230,7 @@ def flex_by_lists(
     ranges: tuple[torch.Tensor, torch.Tensor],
     partial: tuple[torch.Tensor, torch.Tensor],
     full: tuple[torch.Tensor, torch.Tensor],
+    scale: float | None = None,
 ) -> torch.Tensor:
     """The graph of :func:`attend_by_lists`.
 
@@ -408,6 +242,7 @@ def flex_by_lists(
         ranges: first key and end of the keys of each query, as in ``TileLists``.
         partial: counts and indices of the key tiles that a mask cuts, as in ``TileLists``.
         full: counts and indices of the whole key tiles.
+        scale: factor on the scores; None means ``K^-0.5``.
     """
     # All tensors are arguments of the graph. A block mask that is made outside of it holds another function in each
     # forward, which a guard would compare.
@@ -419,7 +254,7 @@ def flex_by_lists(
         return (first_BHT[b, h, query] <= key) & (key < end_BHT[b, h, query])
 
     block_mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=tile, mask_mod=mask_mod)
-    y_BHTK: Any = flex_attention(q_BHTK, k_BHTK, v_BHTK, block_mask=block_mask)
+    y_BHTK: Any = flex_attention(q_BHTK, k_BHTK, v_BHTK, block_mask=block_mask, scale=scale)
     return torch.as_tensor(y_BHTK)
 
 
@@ -481,6 +316,7 @@ class HashedAttention:
         *,
         causal: bool,
         training: bool,
+        rules: ScoreRules = PLAIN_SCORES,
     ) -> HashMask:
         """The mask of these queries and keys; draws the axes.
 
@@ -490,13 +326,16 @@ class HashedAttention:
             key_mask_BT: bool ``[B, T]``, true for keys that may be attended to; None means all.
             causal: whether a query attends to earlier keys and its own only.
             training: whether the axes are drawn from the item's random numbers.
+            rules: of the scores, with the window.
         """
-        _, H, _, K = q_BHTK.shape
+        B, H, T, K = q_BHTK.shape
         # The same axes for both: a query and a key of equal direction must be in one bucket.
         axes_HKR = self.draw_axes(H, K, q_BHTK.device, training=training)
         q_bucket, k_bucket = (hash_directions(x, axes_HKR).flatten(0, 1) for x in (q_BHTK, k_BHTK))
         key_mask_PT = None if key_mask_BT is None else key_mask_BT.bool().repeat_interleave(H, dim=0)
-        return hash_mask(q_bucket, k_bucket, key_mask_PT, buckets=self.buckets, causal=causal)
+        begins_BT = rules.begins(B, T, q_BHTK.device)
+        begins_PT = None if begins_BT is None else begins_BT.repeat_interleave(H, dim=0)
+        return hash_mask(q_bucket, k_bucket, key_mask_PT, buckets=self.buckets, causal=causal, begins_PT=begins_PT)
 
     def attend(
         self,
@@ -508,11 +347,12 @@ class HashedAttention:
         causal: bool,
         dropout: float,
         training: bool,
+        rules: ScoreRules = PLAIN_SCORES,
     ) -> torch.Tensor:
         """Attention of each query to the keys of its bucket, ``[B, H, T, K]``; 0 where there is none.
 
         FlexAttention runs on CUDA where no attention weight is dropped (it has no dropout, and no backward on CPU).
-        With dropout the shapes follow the data on CUDA as well, so that the host waits for them.
+        With dropout, a soft cap or sinks the shapes follow the data on CUDA as well, so that the host waits for them.
 
         Args:
             q_BHTK: queries, ``[B, H, T, K]``.
@@ -522,12 +362,15 @@ class HashedAttention:
             causal: whether a query attends to earlier keys and its own only.
             dropout: dropout probability of the attention weights.
             training: whether the axes are drawn from the item's random numbers.
+            rules: of the scores, with the window.
         """
-        mask = self.mask(q_BHTK, k_BHTK, key_mask_BT, causal=causal, training=training)
-        if q_BHTK.device.type == "cuda" and dropout == 0.0:
-            return attend_sorted(q_BHTK, k_BHTK, v_BHTK, mask, tile=-(-self.block // FLEX_TILE) * FLEX_TILE)
+        mask = self.mask(q_BHTK, k_BHTK, key_mask_BT, causal=causal, training=training, rules=rules)
+        if q_BHTK.device.type == "cuda" and dropout == 0.0 and not rules.is_eager:
+            tile = -(-self.block // FLEX_TILE) * FLEX_TILE
+            return attend_sorted(q_BHTK, k_BHTK, v_BHTK, mask, tile=tile, scale=rules.scale)
         q, k, v = (x.flatten(0, 1) for x in (q_BHTK, k_BHTK, v_BHTK))
-        y_PTK = attend_by_tiles(q, k, v, tile_table(mask, self.tile(q_BHTK.shape[2])), dropout=dropout)
+        table = tile_table(mask, self.tile(q_BHTK.shape[2]))
+        y_PTK = attend_by_tiles(q, k, v, table, dropout=dropout, rules=rules)
         return y_PTK.view(q_BHTK.shape)
 
 
@@ -538,6 +381,7 @@ def attend_sorted(
     mask: HashMask,
     *,
     tile: int,
+    scale: float | None = None,
     compiled: bool = True,
 ) -> torch.Tensor:
     """Sort and pad rows, attend by tile lists, and put the rows back, ``[B, H, T, K]``.
@@ -548,6 +392,7 @@ def attend_sorted(
         v_BHTK: values by position.
         mask: keys of each query.
         tile: rows of a tile.
+        scale: factor on the scores; None means ``K^-0.5``.
         compiled: as in :func:`attend_by_lists`.
     """
     B, H, T, K = q_BHTK.shape
@@ -555,7 +400,7 @@ def attend_sorted(
     def take(x_BHTK: torch.Tensor, index_PT: torch.Tensor, inverse_PT: torch.Tensor) -> torch.Tensor:
         offset = torch.arange(B * H, device=index_PT.device)[:, None] * T
         index, inverse = ((each + offset).flatten() for each in (index_PT, inverse_PT))
-        return _take_rows(x_BHTK.reshape(-1, K), index, inverse).view(B, H, T, K)
+        return take_rows(x_BHTK.reshape(-1, K), index, inverse).view(B, H, T, K)
 
     q_back, k_back = (torch.argsort(order, dim=1) for order in (mask.q_order_PT, mask.k_order_PT))
     q, k, v = (
@@ -566,5 +411,5 @@ def attend_sorted(
             (v_BHTK, mask.k_order_PT, k_back),
         )
     )
-    y_BHTK = attend_by_lists(q, k, v, mask.tile_lists(tile, H), compiled=compiled)
+    y_BHTK = attend_by_lists(q, k, v, mask.tile_lists(tile, H), scale=scale, compiled=compiled)
     return take(y_BHTK[:, :, :T], q_back, mask.q_order_PT)

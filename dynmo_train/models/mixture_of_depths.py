@@ -130,7 +130,9 @@ class RoutedBlock(nn.Module):
         key_mask_BC = None if key_mask_BT is None else selected.take(key_mask_BT).bool() & selected.real_BC
         places_BC = selected.index_BC if positions is None else selected.take(positions)
         inner = self.attention(x_BCD, key_mask_BC, positions=places_BC)
-        result = self.mlp(output_of(inner))
+        # Without exits every entry is real in training; expert biases must not count the others.
+        counted = {"real": selected.real_BC} if real is not None and isinstance(self.mlp, MoeMlp) else {}
+        result = self.mlp(output_of(inner), **counted)
         output = self._through(selected, x_BTD, scores_BT, output_of(result))
         among_BT = torch.zeros_like(keep_BT).scatter(1, selected.index_BC, selected.real_BC)
         count = real_BT.sum().clamp(min=1)

@@ -221,6 +221,7 @@ def route(
     sequences: int = 1,
     bias_E: torch.Tensor | None = None,
     counts: StepCounts | None = None,
+    real_N: torch.Tensor | None = None,
 ) -> Routing:
     """Choose the experts of highest score for each token; their scores weigh their outputs.
 
@@ -239,6 +240,7 @@ def route(
         sequences: number of sequences of equal length that the tokens are.
         bias_E: float32 bias of each expert, for the choice alone; None is 0.
         counts: counts of the step, in training; None counts this microbatch alone.
+        real_N: bool ``[N]``, false for padding, which biases and metrics do not count; None means none.
     """
     # In float32 in every precision: rounding would make ties, and so choices that depend on the dtype.
     logits_NE = logits_NE.float()
@@ -254,10 +256,13 @@ def route(
         weights_NC = moe.router.weights(scores_NE, expert_NC)
     expert_M = expert_NC.reshape(-1)
     # Before tokens are dropped: losses and biases must see the overload that they are to reduce.
-    chosen_E = count_slots(expert_NC, experts)[0]
+    chosen_E = slots_E = count_slots(expert_NC, experts)[0]
+    if real_N is not None:
+        of_real_M = real_N.to(chosen_E.dtype).repeat_interleave(expert_NC.shape[1])
+        chosen_E = torch.zeros_like(slots_E).index_add(0, expert_M, of_real_M)
     if counts is not None and moe.router.expert_bias:
         counts.record(chosen_E)
-    highest_NC, highest_E = expert_NC, chosen_E
+    highest_NC, highest_E = expert_NC, slots_E
     if not moe.router.chooses_by_scores:
         highest_NC = best(scores_NE, moe.top_k)
         highest_E = count_slots(highest_NC, experts)[0]
@@ -545,8 +550,12 @@ class MoeMlp(nn.Module):
         weighted_MD = sorted_MD * weight_EC.reshape(-1, 1).to(sorted_MD.dtype)
         return (torch.zeros_like(x_ND) if shared_ND is None else shared_ND).index_add(0, token_M, weighted_MD), count
 
-    def forward(self, x_BTD: torch.Tensor) -> ItemOutput:
-        """Apply the sublayer with its residual to the stream ``x_BTD`` ``[B, T, D]``.
+    def forward(self, x_BTD: torch.Tensor, *, real: torch.Tensor | None = None) -> ItemOutput:
+        """Apply the sublayer with its residual.
+
+        Args:
+            x_BTD: the residual stream, ``[B, T, D]``.
+            real: bool ``[B, T]``, false for padding entries; None means that there are none.
 
         Returns:
             The stream ``[B, T, D]``; the weighted losses ``load_balancing`` and ``z``; the metrics of ``MoeShape``.
@@ -561,18 +570,18 @@ class MoeMlp(nn.Module):
         # Expert choice and balanced assignment are not causal, so evaluation routes by token. The number of tokens of
         # a mixture of depths is fixed in training only.
         is_fixed = self.has_fixed_tokens and self.training
-        position_E = self.experts.position_E(logits_NE.device)
         routing = route(
             logits_NE,
             moe,
             balanced=self.training,
             is_fixed=is_fixed,
             context=self.context,
-            position_E=position_E,
+            position_E=self.experts.position_E(logits_NE.device),
             sequences=len(x_BTD),
             bias_E=self.expert_bias,
             # Evaluation and frozen layers have no losses, and change no bias.
             counts=self.counts if moe.counts_steps and self.training and torch.is_grad_enabled() else None,
+            real_N=None if real is None else real.reshape(-1),
         )
         loads_E = routing.chosen_E
         if moe.routing == EXPERT_CHOICE and self.training:

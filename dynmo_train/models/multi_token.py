@@ -16,7 +16,9 @@ where the gradient of its loss enters::
     reads    hidden         hidden                   hidden, prediction                hidden
     writes   hidden         prediction (its state)   hidden (as it was, with a loss)   loss
 
-Shapes in names: B samples, T tokens, D model width.
+With context parallelism the tokens ahead may be another rank's: labels are gathered, which are small.
+
+Shapes in names: B samples, T tokens of this rank, S tokens of all context-parallel ranks, D model width.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ..parallel.context_parallel import ContextRegion
 from .blocks import Embedding
 from .head import Head
 from .layer_list import HIDDEN, ItemOutput, ItemSpec, output_of
@@ -123,6 +126,7 @@ class PredictionLayer(nn.Module):
         self.embedding_norm, self.hidden_norm = norms
         self.embedding, self.attention, self.mlp, self.head = embedding, attention, mlp, head
         self.projection = nn.Linear(2 * width, width, bias=False, device=device)
+        self.context: ContextRegion | None = None  # set by ``join_context``
         self.reads_mask = False
         self.metrics: tuple[tuple[str, int], ...] = ()
 
@@ -152,18 +156,34 @@ class PredictionLayer(nn.Module):
             counts_BT, *rest = rest
         if self.final_norm is not None:
             before_BTD = self.final_norm(before_BTD)
-        tokens_BTD = self.embedding.embed(ahead(labels_BT, self.depth))
+        ids_BT, next_BT, counts_BT = self._tokens_ahead(labels_BT, counts_BT)
+        tokens_BTD = self.embedding.embed(ids_BT)
         pair = torch.cat([self.embedding_norm(tokens_BTD), self.hidden_norm(before_BTD)], dim=-1)
         inner = self.mlp(self.attention(self.projection(pair), *rest))
         y_BTD = output_of(inner)
-        further = self.depth + 1
-        loss: torch.Tensor = self.head(y_BTD, ahead(labels_BT, further), ahead(counts_BT, further))
+        loss: torch.Tensor = self.head(y_BTD, next_BT, counts_BT)
         others = inner if isinstance(inner, ItemOutput) else ItemOutput(y_BTD)
         return ItemOutput(
             output=x_BTD if self.is_last else self.head.features(y_BTD),
             metrics={LOSS_METRIC: loss, **others.metrics},
             losses={"mtp": loss * self.weight_of_loss, **others.losses},
         )
+
+    def _tokens_ahead(
+        self, labels_BT: torch.Tensor, counts_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids that are joined and predicted, and the counts or, with context parallelism, weights of the latter."""
+        further, context = self.depth + 1, self.context
+        if context is None:
+            return ahead(labels_BT, self.depth), ahead(labels_BT, further), ahead(counts_BT, further)
+        labels_BS, counts_BS = context.gather_tokens(labels_BT), context.gather_tokens(counts_BT)
+        # Weights of the mean over all tokens, times the number of ranks: the step takes the mean over the ranks.
+        counts_BS = (ahead(counts_BS, further) > 0).float()
+        weights_BS = context.size * counts_BS / counts_BS.sum().clamp(min=1.0)
+        ids, following, weights = (
+            context.cut(each, 1) for each in (ahead(labels_BS, self.depth), ahead(labels_BS, further), weights_BS)
+        )
+        return ids, following, weights
 
 
 def ahead(values_BT: torch.Tensor, places: int) -> torch.Tensor:

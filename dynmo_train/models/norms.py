@@ -90,3 +90,19 @@ class RmsNorm1p(nn.Module):
             return rms_norm(x, 1.0 + self.weight, self.eps)
         # bfloat16 has no numbers between 1 and 1 + 2^-7.
         return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def normalize_heads(norm: nn.Module, x_BHTK: torch.Tensor) -> torch.Tensor:
+    """Normalize each head, or all heads of a token together, by the length of the norm's weight.
+
+    Args:
+        norm: normalization over the last dimension, of K or H * K elements.
+        x_BHTK: queries or keys, ``[B, H, T, K]``.
+    """
+    weight, (_, heads, _, width) = norm.weight, x_BHTK.shape
+    if not isinstance(weight, torch.Tensor) or len(weight) == width:
+        y_BHTK: torch.Tensor = norm(x_BHTK)
+        return y_BHTK
+    y_BTR: torch.Tensor = norm(x_BHTK.transpose(1, 2).flatten(2))
+    whole_BHTK: torch.Tensor = y_BTR.unflatten(2, (heads, width)).transpose(1, 2)
+    return whole_BHTK

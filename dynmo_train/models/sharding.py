@@ -37,6 +37,8 @@ from .moe import Experts, MoeMlp
 from .multi_token import PredictionLayer
 from .vocabulary_shards import SummedEmbedding, TableRows, VocabularyShard
 
+CONTEXT_LAYERS = (Embedding, SummedEmbedding, SelfAttention, MoeMlp, PredictionLayer)
+"""Layers that read the tokens of other context-parallel ranks, or their places."""
 SplitDim = Callable[[str], int | None]
 
 
@@ -150,7 +152,7 @@ def join_replicas(module: nn.Module, replicas: ReplicaGather | None) -> nn.Modul
 def join_context(module: nn.Module, region: ContextRegion | None) -> nn.Module:
     """Give layers that need them the ranks that share the tokens of a sample, in place; returns the item."""
     for child in module.modules():
-        if region is not None and isinstance(child, (Embedding, SummedEmbedding, SelfAttention, MoeMlp)):
+        if region is not None and isinstance(child, CONTEXT_LAYERS):
             child.context = region
     return module
 

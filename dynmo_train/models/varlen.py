@@ -88,6 +88,35 @@ def window_mask(tokens: int, keys: int, window: int, device: torch.device) -> to
     )
 
 
+def window_begins(places_BT: torch.Tensor, window: int) -> torch.Tensor:
+    """Index of the first token in the window of each of some selected tokens, int64 ``[B, T]``.
+
+    The window is over places in the sample, whichever of the tokens between are selected::
+
+        places   0  2  3  7  8      window 4
+        begins   0  0  0  3  3
+
+    Args:
+        places_BT: int64 places, ascending; those of padding, behind the last selected token, are any.
+        window: places that a token attends to, its own included.
+    """
+    # The places of padding may be lower: they must not count as tokens before a window.
+    ascending_BT = places_BT.cummax(1).values
+    return torch.searchsorted(ascending_BT, places_BT - window, right=True)
+
+
+def selected_window_mask(places_BT: torch.Tensor, window: int) -> torch.Tensor:
+    """Causal mask of a window over places, bool ``[B, 1, T, T]``.
+
+    Args:
+        places_BT: as in :func:`window_begins`.
+        window: places that a token attends to, its own included.
+    """
+    index_T = torch.arange(places_BT.shape[1], device=places_BT.device)
+    begins_BT = window_begins(places_BT, window)
+    return ((index_T <= index_T[:, None]) & (index_T >= begins_BT[..., None]))[:, None]
+
+
 def _offsets(begins_B: torch.Tensor, ends_B: torch.Tensor, end: int) -> torch.Tensor:
     return F.pad(torch.stack([begins_B, ends_B], dim=1).flatten(), (0, 1), value=end).int()
 

@@ -73,6 +73,16 @@ class ContextRegion:
         chunk = tokens // 2
         return (self.rank + 1) * chunk, (2 * self.size - self.rank) * chunk
 
+    def gather_tokens(self, x_BT: torch.Tensor) -> torch.Tensor:
+        """Return the values of all tokens in their order, ``[B, S]``, of those of this rank ``x_BT``; no gradient."""
+        parts = x_BT.new_empty((self.size, *x_BT.shape))
+        if self.group is None:
+            parts[:] = x_BT
+        else:
+            start_gather_rows(parts.flatten(0, 1), x_BT.contiguous(), self.group).wait()
+        first, second = parts.chunk(2, dim=2)
+        return torch.cat([first, second.flip(0)]).transpose(0, 1).flatten(1)
+
     def start_gather(self, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> StartedGather:
         """Start to gather the keys and values of all tokens.
 

@@ -10,6 +10,7 @@ import torch
 from dynmo_train.parallel.dims import ParallelDims
 from tests.distributed.layouts import CUT, FAMILIES, OVERLAP, PLAIN, ZERO, ZERO_1, ZERO_3, Layout, close, play_named
 from tests.distributed.scenario import Scenario
+from tests.distributed.test_families import cut as family_cut
 from tests.distributed.test_placement import cut, vee
 from tests.distributed.whole_runs import close_losses, figures, lines, tensors, train, write_data
 
@@ -24,6 +25,7 @@ MODELS = {
     "llama": FAMILIES["llama"],
     "capped": FAMILIES["capped"],
     "sinks": replace(FAMILIES["sinks"], **FEW),
+    "deepseek": FAMILIES["deepseek"],
     "mixtral": FAMILIES["mixtral"],
     # No token is dropped: a capacity is that of a rank's tokens.
     "mixtral-dropless": replace(FAMILIES["mixtral-dropless"], **FEW),
@@ -57,6 +59,9 @@ PLACED = {
     ),
     "llama": Layout(
         dims=PC, scenario=replace(MODELS["llama"], schedule="zb-v", virtual=2, moves=((3, vee(cut(2, 1, 5, 8))),))
+    ),
+    "deepseek": Layout(
+        dims=PC, scenario=replace(MODELS["deepseek"], recompute=True, moves=((2, family_cut("deepseek", 2, 3)),))
     ),
     "mixtral": Layout(dims=PC, scenario=replace(MODELS["mixtral"], recompute=True)),
     "llama-packed": Layout(

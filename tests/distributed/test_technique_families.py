@@ -97,13 +97,14 @@ class SameBucket:
     def __init__(self, hashed) -> None:
         self.hashed = hashed
 
-    def attend(self, q, k, v, visible, *, causal, dropout, training):
+    def attend(self, q, k, v, visible, *, causal, dropout, training, rules):
         B, H, T, K = q.shape
         axes = self.hashed.draw_axes(H, K, q.device, training=training)
         same = hash_directions(q, axes)[..., :, None] == hash_directions(k, axes)[..., None, :]
         same &= torch.ones(T, T, dtype=torch.bool).tril() if causal else True
         same &= torch.ones(B, T, dtype=torch.bool)[:, None, None] if visible is None else visible.bool()[:, None, None]
-        scores = (q @ k.transpose(2, 3) / K**0.5).masked_fill(~same, -torch.inf)
+        assert rules.window is None
+        scores = (q @ k.transpose(2, 3) * (rules.scale or K**-0.5)).masked_fill(~same, -torch.inf)
         return scores.softmax(-1).nan_to_num(0.0) @ v
 
 

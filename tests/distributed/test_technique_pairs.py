@@ -9,22 +9,15 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-import torch
 
-from dynmo_train.config import Config, DefaultContext, config_of, validate
-from dynmo_train.data.batch import Batch
-from dynmo_train.models.layer_list import ModelFamily
-from dynmo_train.models.registry import family_of
-from dynmo_train.parallel.process_groups import World
-from dynmo_train.pipeline.partition import Partition, uniform_partition
-from dynmo_train.trainer.engine import Engine
-from dynmo_train.trainer.settings_from_config import engine_settings
-from tests.distributed.scenario import fingerprint, merged
+from dynmo_train.config import validate
+from tests.distributed.option_runs import resolved, train_each
+from tests.distributed.scenario import merged
 from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-STEPS, MOVE_AFTER, EPOCH = 5, 3, 2
+STEPS, MOVE_AFTER = 5, 3
 SAMPLES, TOKENS, VOCABULARY = 8, 32, 61
 MODEL = {
     "num_layers": 4,
@@ -100,49 +93,6 @@ def pairs() -> dict[tuple[str, str], dict[str, Any]]:
     }
 
 
-def resolved(options: dict[str, Any]) -> Config:
-    return config_of(DefaultContext(world_size=1), **options)
-
-
-def partitions(family: ModelFamily, workers: int) -> tuple[Partition, Partition]:
-    """The partition that a run starts with, and the one that it moves to."""
-    if workers == 1:
-        return (uniform_partition(family.items, 1, 1),) * 2
-    names = [item.name for item in family.items]
-    starts = [at for at, item in enumerate(family.items) if item.cut_before and at]
-    cuts = starts[len(starts) // 3], starts[-2]
-    first, second = (Partition.looped((tuple(names[:at]), tuple(names[at:])), workers) for at in cuts)
-    return first, second
-
-
-def batch(step: int) -> Batch:
-    """The samples of a step; they come again after ``EPOCH`` steps, for the cache of frozen outputs."""
-    generator = torch.Generator().manual_seed(1 + step % EPOCH)
-    ids = torch.randint(0, VOCABULARY, (SAMPLES, TOKENS + 1), generator=generator)
-    inputs = {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    return Batch(inputs=inputs, first_microbatch=(step - 1) * SAMPLES // 2, step=step)
-
-
-def train_pairs(world: World, options: dict[tuple[str, str], dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Train each pair; the losses, gradient norms, metrics and weights."""
-    return {pair: _train(world, resolved(values)) for pair, values in options.items()}
-
-
-def _train(world: World, config: Config) -> dict[str, Any]:
-    family = family_of(config)
-    start, after = partitions(family, world.size)
-    engine = Engine(family, engine_settings(config), start, world)
-    engine.build()
-    results = []
-    for step in range(1, STEPS + 1):
-        result = engine.train_step(batch(step), sampled=step == 2)
-        results.append((result.loss, result.grad_norm, result.metrics))
-        engine.after_step(step)
-        if step == MOVE_AFTER:
-            engine.repartition(after)
-    return {"steps": results, "eval_loss": engine.evaluate([batch(99)]), "weights": fingerprint(engine)}
-
-
 def test_every_pair_trains_or_is_refused_with_one_reason():
     refused = {}
     for pair, options in pairs().items():
@@ -157,7 +107,7 @@ def test_every_pair_trains_or_is_refused_with_one_reason():
 def test_every_pair_has_the_bits_of_one_worker():
     accepted = {pair: options for pair, options in pairs().items() if pair not in REFUSED}
     assert len(accepted) > 100
-    [expected] = run_workers(train_pairs, 1, accepted)
-    results = run_workers(train_pairs, 2, accepted)
+    [expected] = run_workers(train_each, 1, accepted, MOVE_AFTER)
+    results = run_workers(train_each, 2, accepted, MOVE_AFTER)
     different = [pair for pair in accepted if merged([each[pair] for each in results]) != expected[pair]]
     assert not different

@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dynmo_ckpt.converters.huggingface import read_hf
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.huggingface.decoders import DECODERS
+from dynmo_ckpt.huggingface.deepseek import KINDS as DEEPSEEKS
 from dynmo_ckpt.huggingface.models import hf_config
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.reference_model import load_array, model_logits
+from dynmo_train.models.layer_list import EXPERT_BIAS
 from dynmo_train.models.llama import Llama, LlamaShape
 from tests.parity.item_stream import build_all, parameters, run
 
@@ -44,7 +47,23 @@ BASE = {
     "eos_token_id": 2,
 }
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+}
 FIXED = {
+    **dict.fromkeys(DEEPSEEKS, DEEPSEEK),
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, **MOE},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -74,6 +93,9 @@ SCALINGS = (
         "long_factor": [2.0, 3.0, 4.0, 5.0],
         "original_max_position_embeddings": 16,
     },
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.4},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.5},
     {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0},
 )
 # Values that a key may get, some of which no model of DynMo computes.
@@ -117,7 +139,6 @@ VALUES = {
     "decoder_sparse_step": (1, 2),
     "router_jitter_noise": (0.1,),
     "router_aux_loss_coef": (0.0, 0.1),
-    "output_router_logits": (True,),
     "swiglu_alpha": (1.702, 1.0),
     "swiglu_limit": (7.0, 0.2),
     "attention_dropout": (0.0, 0.3),
@@ -127,7 +148,31 @@ VALUES = {
     "clip_qkv": (0.5,),
     "is_decoder": (True,),
     "chunk_size_feed_forward": (0, 8),
+    "q_lora_rank": (None, 12, 20),
+    "kv_lora_rank": (8, 16),
+    "qk_nope_head_dim": (8, 12),
+    "qk_rope_head_dim": (4, 8, 6),
+    "v_head_dim": (8, 10, 28),
+    "qk_head_dim": (20, 7),
+    "n_routed_experts": (4, 8),
+    "n_shared_experts": (1, 2, 0, None),
+    "moe_intermediate_size": (16, 24),
+    "first_k_dense_replace": (0, 1, 2, 3, 5),
+    "moe_layer_freq": (1, 2),
+    "routed_scaling_factor": (1.0, 2.5, 16.0),
+    "n_group": (1, 2, 4, None),
+    "topk_group": (1, 2, 4),
+    "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
+    "scoring_func": ("softmax", "sigmoid"),
+    "rope_interleave": (True, False),
+    "num_nextn_predict_layers": (0, 1),
+    "aux_loss_alpha": (0.0, 0.1),
+    "seq_aux": (True, False),
+    "ep_size": (1, 2),
+    "output_router_logits": (True, False),
 }
+# Keys that a file of DeepSeek has, and transformers' class has not.
+FILE_KEYS = ("topk_method", "scoring_func", "moe_layer_freq", "num_nextn_predict_layers", "aux_loss_alpha", "ep_size")
 
 
 def drawn(kind: str, number: int) -> dict:
@@ -135,6 +180,7 @@ def drawn(kind: str, number: int) -> dict:
     source = random.Random(f"{kind} {number}")
     config = {**BASE, **FIXED.get(kind, {}), "model_type": kind}
     own = set(CONFIG_MAPPING[kind]().to_dict()) | {"rope_scaling", "rope_theta", "partial_rotary_factor"}
+    own |= set(FILE_KEYS) if kind in DEEPSEEKS else set()
     likely = [key for key in VALUES if key in own or key.startswith(("rope_", "sliding_", "layer_"))]
     for _ in range(source.choice((0, 1, 2, 3, 4, 6))):
         key = source.choice(likely if source.random() < 0.9 else list(VALUES))
@@ -160,6 +206,9 @@ def theirs(config: dict):
                     parameter.normal_(std=0.3)
                     if "norm" in name and not config["model_type"].startswith("gemma"):
                         parameter.add_(1.0)
+                for name, buffer in model.named_buffers():
+                    if name.endswith("e_score_correction_bias"):
+                        buffer.normal_(std=0.3)
                 logits = model(IDS).logits[0]
         except Exception:  # noqa: BLE001 - whatever transformers raises, it has no such model
             return None
@@ -179,10 +228,29 @@ def of_trainer(checkpoint) -> np.ndarray:
             rows = torch.from_numpy(load_array(checkpoint, name))
             value.zero_()
             value[tuple(slice(0, size) for size in rows.shape)] = rows
-        for module in modules.values():
+        for item, module in modules.items():
             module.eval()
+            for name, bias in module.named_buffers(prefix=item):
+                if name.endswith(EXPERT_BIAS):
+                    bias.copy_(torch.from_numpy(load_array(checkpoint, name)))
         values = run(family, modules, {"ids": IDS, "labels": IDS})
         return modules["head"].logits(values["before.hidden"])[0].numpy()
+
+
+def add_predictions(folder, config: dict) -> int:
+    """Append layers of multi-token prediction to the file of some DeepSeek, as published ones have; their number."""
+    count = random.Random(json.dumps(config)).choice((0, 1, 2)) if config["model_type"] in DEEPSEEKS else 0
+    path, last = folder / "model.safetensors", f"model.layers.{LAYERS - 1}."
+    tensors = load_file(path)
+    table, wide = tensors["model.embed_tokens.weight"], torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
+    for number in range(count):
+        layer = f"model.layers.{LAYERS + number}."
+        tensors |= {f"{layer}{name[len(last) :]}": x.clone() for name, x in tensors.items() if name.startswith(last)}
+        tensors |= {f"{layer}{name}.weight": torch.ones(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+        tensors |= {f"{layer}eh_proj.weight": wide + number, f"{layer}embed_tokens.weight": table.clone()}
+        tensors[f"{layer}shared_head.head.weight"] = tensors.get("lm_head.weight", table).clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    return count
 
 
 def outcome(kind: str, number: int, folder) -> str:
@@ -194,11 +262,14 @@ def outcome(kind: str, number: int, folder) -> str:
     model, expected = built
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({**config, "architectures": [type(model).__name__]}))
+    predictions = add_predictions(folder, config)
     try:
         checkpoint = read_hf(folder, ReadOptions())[0]
     except (CorruptError, UnsupportedError):
         return "refused"
     stated = json.dumps(config)
+    if checkpoint.manifest["model"].get("mtp_num_layers", 0) != predictions:
+        return f"wrong, without its {predictions} layers of further tokens: {stated}"
     tokens = np.concatenate([IDS.numpy()] * 2)
     if not close(model_logits(checkpoint, tokens)[0], expected):
         return f"wrong, by the reference model: {stated}"
@@ -219,7 +290,7 @@ def outcome(kind: str, number: int, folder) -> str:
     return "converted"
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", [*DECODERS, *DEEPSEEKS])
 def test_random_decoders_convert_to_equal_logits_or_are_refused(tmp_path, kind):
     transformers.logging.set_verbosity_error()
     found: Counter[str] = Counter()

@@ -133,7 +133,6 @@ def _balance(config: Config) -> Iterator[Problem]:
         yield unsupported(flag, f"is {types}, which needs whole microbatches; --context-parallel-size is {size}")
     # Samples have different numbers of active tokens: the padding between them would be counted.
     counted = [name for name in coefficients if name in by_sequence_or_batch or name == SINKHORN]
-    counted += ["--moe-router-enable-expert-bias"] if model.moe_router_enable_expert_bias else []
     if counted and config.exits.early_exit_layers is not None:
         others = ", ".join(counted)
         yield unsupported(
@@ -324,7 +323,6 @@ def _latent(config: Config, _world_size: int) -> Iterator[Problem]:
     if model.qk_norm == "projection":
         yield conflict("--qk-norm", f"is projection; {flag} normalizes the latents: use head, or leave it out")
     others = {
-        "--sparse-attention": config.attention.sparse_attention,
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--attention-sinks": model.attention_sinks,
         "--softmax-off-by-one": model.softmax_off_by_one,
@@ -344,15 +342,12 @@ def _prediction(config: Config, _world_size: int) -> Iterator[Problem]:
         yield unsupported(flag, "requires --position-embedding-type rotary")
     if model.mtp_num_layers >= model.seq_length:
         yield conflict(flag, f"is {model.mtp_num_layers}; must be below --seq-length {model.seq_length}")
-    others = {
-        "--context-parallel-size": parallel.context_parallel_size > 1,
-        "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
-        "--early-exit-layers": config.exits.early_exit_layers is not None,
-        "--layer-types": model.layer_types is not None,
-    }
-    given = [name for name, is_given in others.items() if is_given]
-    if given:
-        yield unsupported(flag, f"cannot be combined with {', '.join(given)}; remove one")
+    if parallel.vocabulary_parallel is not None:
+        yield unsupported(
+            flag,
+            "cannot be combined with --vocabulary-parallel, whose shards compute the loss of the last stage alone;"
+            " remove one",
+        )
 
 
 def _attention(config: Config) -> Iterator[Problem]:
@@ -377,8 +372,6 @@ def _attention(config: Config) -> Iterator[Problem]:
     for flag in [flag for flag, on in eager.items() if on]:
         if model.attention_dropout > 0:
             yield unsupported(flag, f"is given with --attention-dropout {model.attention_dropout}; use 0")
-        if config.attention.sparse_attention:
-            yield unsupported(flag, "is given with --sparse-attention; remove one")
     sigmoid = ("clamped_swiglu", "quick_geglu")
     for name, activations in {"swiglu_alpha": sigmoid, "swiglu_limit": sigmoid[:1], "swiglu_offset": sigmoid}.items():
         if model.activation not in activations and config.sources.get(name) in ("flag", "file"):

@@ -139,7 +139,7 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
 
 
 def _packing(config: Config, _world_size: int) -> Iterator[Problem]:
-    """Techniques that select tokens do not read where documents begin, and have no sliding windows."""
+    """Techniques that select tokens do not read where documents begin."""
     data = config.data
     flags = {
         "--reset-position-ids": data.reset_position_ids,
@@ -155,8 +155,6 @@ def _packing(config: Config, _world_size: int) -> Iterator[Problem]:
     for technique in [name for name, on in techniques.items() if on]:
         if given:
             yield unsupported(given[0], f"is given with {technique}; remove one")
-        if config.model.attention_window is not None:
-            yield unsupported("--attention-window", f"is given with {technique}; remove one")
         if data.masks_loss and not given and technique == "--early-exit-layers":
             flag = "--sft" if data.sft else "--eod-mask-loss"
             yield unsupported(flag, f"is given with {technique}, whose exits count every token; remove one")

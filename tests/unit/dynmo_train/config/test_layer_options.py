@@ -118,7 +118,6 @@ EXPERTS = {"family": "llama", "num_experts": 8}
         ({"family": "bert", "multi_latent_attention": True}, "requires family gpt or llama"),
         ({**LATENT, "num_query_groups": 2}, "--num-query-groups"),
         ({**LATENT, "qk_pos_emb_head_dim": 5}, "must be even"),
-        ({**LATENT, "sparse_attention": True}, "--sparse-attention"),
         ({**LATENT, "qk_norm": "projection"}, "normalizes the latents"),
         ({**LATENT, "rotary_scaling_factor": 2.0, "use_rope_scaling": True}, "cannot be combined"),
         ({"family": "llama", "rotary_interleaved": True}, "requires --multi-latent-attention"),
@@ -133,7 +132,6 @@ EXPERTS = {"family": "llama", "num_experts": 8}
         ),
         ({"family": "gpt", "mtp_num_layers": 1}, "requires --position-embedding-type rotary"),
         ({"family": "llama", "mtp_num_layers": 1, "vocabulary_parallel": 2}, "--vocabulary-parallel"),
-        ({"family": "llama", "mtp_num_layers": 1, "early_exit_layers": "0"}, "--early-exit-layers"),
     ],
 )
 def test_combination_without_an_implementation_is_refused(options, message):

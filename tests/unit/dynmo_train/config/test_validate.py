@@ -33,10 +33,6 @@ CASES = {
         "--attn-logit-softcapping",
     ),
     "further predictions of learned positions": ({"mtp_num_layers": 1}, "--mtp-num-layers"),
-    "further predictions of layers that differ": (
-        {"family": "llama", "mtp_num_layers": 1, "attention_window": 4, "layer_types": "sliding,full"},
-        "--mtp-num-layers",
-    ),
     "copies of shards": ({"peer_checkpoint_interval": 5, "zero_stage": 1, **REPLICAS}, "--peer-checkpoint-interval"),
     "copies of memories": (
         {"peer_checkpoint_interval": 5, "grad_comp": True, **REPLICAS},
@@ -303,7 +299,6 @@ CASES = {
         {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "early_exit_layers": "1"},
         "--early-exit-layers",
     ),
-    "exits of biases": ({**EXPERTS, **BIASED, "early_exit_layers": "1"}, "--early-exit-layers"),
     "scores of sinkhorn": (
         {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn", "moe_router_score_function": "sigmoid"},
         "--moe-router-score-function",
@@ -347,7 +342,6 @@ CASES = {
         {"reset_attention_mask": True, "mod_capacity": 0.5},
         "--reset-attention-mask",
     ),
-    "window with routed blocks": ({"attention_window": 8, "mod_capacity": 0.5}, "--attention-window"),
     "window of a bert": ({"attention_window": 8, "family": "bert"}, "--attention-window"),
     "conversations of random tokens": ({"sft": True, "mock_data": True, "data_path": None}, "--sft"),
     "conversations of a curriculum": ({"sft": True, "curriculum_shortest": 8}, "--sft"),

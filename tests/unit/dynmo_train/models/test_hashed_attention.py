@@ -16,8 +16,8 @@ from dynmo_train.models.hashed_attention import (
     flex_by_lists,
     hash_directions,
     hash_mask,
-    tile_table,
 )
+from dynmo_train.models.hashed_tiles import tile_table
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 
 SPARSE = HashedAttention(buckets=4, block=4, seed=3, name="layers.0.attention")
