@@ -22,7 +22,6 @@ from typing import Any
 
 from .._common.document import (
     is_count,
-    read_word,
     short_repr,
 )
 from .._common.errors import UsageError
@@ -31,7 +30,7 @@ from ..huggingface.files import read_config, read_generation_config
 from ..huggingface.models import ARCHITECTURES
 from ..huggingface.source_config import source_of
 from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
-from ..io.files import read_file
+from ..io.files import read_file, read_tracker
 from ..io.safetensors import DTYPE_BYTES
 from ..megatron.arguments import read_args
 from ..megatron.core_names import EXTRA_STATE, legacy_names
@@ -121,7 +120,7 @@ def _iterations(path: Path) -> list[str]:
     tracker = path / TRACKER
     if not tracker.is_file():
         return []
-    text = read_word(tracker)
+    text = read_tracker(tracker).strip()
     return ["release"] if text == "release" else [f"iter_{int(text):07d}"] if is_count(text) else []
 
 
