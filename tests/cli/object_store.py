@@ -13,10 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 # It ends when its standard input is closed: with the test process, however that ends.
-SERVER = (
-    "import sys; from moto.server import ThreadedMotoServer; s = ThreadedMotoServer('127.0.0.1', 0, verbose=False); s.start(); "
-    "print(s.get_host_and_port()[1], flush=True); sys.stdin.read()"
-)
+SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
 BUCKET = "bucket"
 CUT, DROP = "cut", "drop"
 Hook = Callable[[str, str, int], Any]

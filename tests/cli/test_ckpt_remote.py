@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save_file
 
-from tests.cli import object_store
+from tests.cli import hub, object_store
 from tests.cli.object_store import BUCKET, CUT, DROP, environment, get, keys, proxy, request
 from tests.unit.dynmo_ckpt import native_checkpoints
 
@@ -324,3 +324,21 @@ def test_torch_opens_what_was_sent(server, place, checkpoint):
     model = torch.load(io.BytesIO(get(server, key)), weights_only=False)["model"]["language_model"]
     stored = load_safetensors((checkpoint / "model-p000-t00.safetensors").read_bytes())["embedding.position.weight"]
     assert np.array_equal(model["embedding"]["position_embeddings"]["weight"].numpy(), stored)
+
+
+def test_model_of_the_hub_is_read_by_ranges(tmp_path):
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed (extra hf)")
+    tensors = hub_directory(tmp_path / "model", 12 << 20)
+    changes = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": ""}
+    with hub.hub("account/model", tmp_path / "model") as (port, requests):
+        changes["HF_ENDPOINT"] = f"http://127.0.0.1:{port}"
+        described = json.loads(run(0, "info", "hf://account/model", "--format", "json", **changes)[0])
+        assert described["path"] == "hf://account/model"
+        assert not [path for path, part in requests if path.endswith(".safetensors") and part is None]
+        run(0, "convert", "hf://account/model", tmp_path / "native", "--to", "native", **changes)
+        assert "no such model" in run(0, "info", "hf://account/other", code=4, **changes)[1]
+    # Nothing was downloaded as a whole file into the cache of the hub.
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    run(0, "diff", tmp_path / "model", tmp_path / "native")
+    stored = load_safetensors(next((tmp_path / "native").glob("model-*.safetensors")).read_bytes())
+    assert np.array_equal(stored["embedding.word.weight"], tensors["transformer.wte.weight"])
