@@ -1,7 +1,6 @@
 """torch's distributed checkpoints, written by torch itself under the names of Megatron-core, transformers and Meta."""
 
 import argparse
-import io
 import json
 import os
 import pickle
@@ -276,12 +275,13 @@ def test_open_dcp_common_state_is_an_object(tmp_path):
     """Releases without ``common.pt`` store its contents as ``common_state``."""
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
-    payload = io.BytesIO()
-    torch.save([{"args": arguments(m), "iteration": 9, "checkpoint_version": 3.0}], payload)
     state = {name: torch.from_numpy(value) for name, value in core(m, p).items()}
+    state["common_state/shard_0_1"] = [{"args": arguments(m), "iteration": 9, "checkpoint_version": 3.0}]
+    # As the planner of Megatron-core, which stores a list of one object as it is.
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({**state, "common_state/shard_0_1": payload}, checkpoint_id=tmp_path / "c")
+        dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner)
     found, _ = open_checkpoint(tmp_path / "c")
     assert found.manifest["step"] == 9
     assert dict(found.manifest["model"]) == m
