@@ -218,7 +218,9 @@ def _place(
             placed = _gathered(flat.gathered[rank], virtual, ordered, args)
         else:
             flats = groups[rank, virtual]
-            placed = place_buffer(flats, ordered, args, [each.shape[0] for each in flats["master"]])
+            lengths = [each.shape[0] for each in flats["master"]]
+            # Before 0.14, a bucket has the padding for its replicas; since then it ends with its last parameter.
+            placed = place_buffer(flats, ordered, args, lengths) or place_buffer(flats, ordered, args, None)
         if placed is not None:
             return placed
     raise UnsupportedError(

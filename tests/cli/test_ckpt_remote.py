@@ -293,6 +293,17 @@ def test_altered_object_is_not_copied(server, place, checkpoint, tmp_path):
     assert keys(server, f"{prefix}-hf") == []
 
 
+def test_failed_upload_removes_the_objects_before(server, place, checkpoint):
+    """The smallest file is sent last, and is altered: those before it are removed."""
+    address, prefix = place
+    files = sorted(checkpoint.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    payload = bytearray(files[0].read_bytes())
+    payload[-3] ^= 4
+    files[0].write_bytes(payload)
+    assert "CRC-32" in run(server, "copy", checkpoint, address, "--jobs", "1", code=4)[1]
+    assert keys(server, prefix) == []
+
+
 def test_names_that_lead_elsewhere_are_refused(server, place, tmp_path):
     address, prefix = place
     hub_directory(tmp_path / "in", 1 << 20)

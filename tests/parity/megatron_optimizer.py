@@ -115,11 +115,14 @@ def _begin(inner: Any, parameter: Any) -> int:
 
 def main() -> None:
     kind, model_kind, directory, tensor_size, bucket_size = sys.argv[1:]
+    import numpy as np
     import torch
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+    if not hasattr(np, "product"):  # releases before 0.14 use this name, which numpy 2 does not have
+        np.product = np.prod
     torch.distributed.init_process_group("gloo", init_method="env://")
     tensor = int(tensor_size)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)

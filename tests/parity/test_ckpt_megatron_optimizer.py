@@ -30,6 +30,7 @@ CASES = [
     ("dp_reshardable", "gpt", 1, 2, 2000),
     ("dp_reshardable", "llama", 2, 1, 0),
     ("dp_zero_gather_scatter", "llama", 1, 2, 0),
+    ("fully_sharded_bucket_space", "gpt", 1, 2, 2000),
     ("fully_sharded_model_space", "gpt", 1, 2, 0),
     ("fully_sharded_model_space", "llama", 2, 1, 0),
 ]
@@ -92,7 +93,7 @@ def test_state_is_that_of_megatrons_memory(tmp_path, kind, model, tensor, data, 
     core = pytest.importorskip("megatron.core", reason="megatron-core is not installed (an optional peer)")
     pytest.importorskip("psutil", reason="psutil is not installed, which Megatron-core needs to save")
     version = tuple(int(part) for part in core.__version__.split(".")[:2])
-    if kind == "fully_sharded_model_space" and version >= (0, 14):
+    if kind.startswith("fully_sharded") and version >= (0, 14):
         pytest.skip(f"megatron-core {core.__version__} writes no {kind}; releases before 0.14 do")
     if kind in ("fully_reshardable", "dp_reshardable") and version < (0, 14):
         pytest.skip(f"megatron-core {core.__version__} writes no {kind}; releases since 0.14 do")

@@ -188,6 +188,18 @@ def test_open_dcp_flat_buckets_of_every_topology(tmp_path, tp, pp, order):
     assert set(found.manifest["optimizer"]["steps"].values()) == {7}
 
 
+def test_open_dcp_flat_buckets_with_padding_for_replicas(tmp_path):
+    """As ``fully_sharded_bucket_space`` of releases before 0.14: a bucket ends at a multiple of the replicas."""
+    m = native_checkpoints.model(num_layers=2)
+    p = native_checkpoints.parameters(m)
+    padded = {name: np.append(flat, np.full(77, 9, np.float32)) for name, flat in buckets(m, p).items()}
+    save(tmp_path / "c", core(m, p) | padded, {"args": arguments(m), "iteration": 7})
+    found, _ = open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
+    assert same(found, p)
+    p = native_checkpoints.true_rows(m["vocab_size"], p)
+    assert all(np.array_equal(load_array(found, f"{name}.exp_avg"), 2 * value) for name, value in p.items())
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
