@@ -28,7 +28,7 @@ from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, cast
 
 from .._common.document import size_problem
-from .._common.errors import DynmoError, MissingExtraError, UsageError
+from .._common.errors import DynmoError, MissingExtraError
 from .errors import CorruptError, StorageError, short_name
 from .urls import SCHEMES, is_plain_name, is_url, parse_url
 
@@ -436,13 +436,3 @@ def read_remote(path: RemotePath, max_bytes: int) -> bytes:
     if problem := size_problem(file.num_bytes, max_bytes):
         raise CorruptError(f"{path}: {problem}")
     return file.fetch(0, file.num_bytes)
-
-
-def refuse_remote(path: Path, what: str) -> None:
-    """Refuse an address where only a local path has a meaning.
-
-    Raises:
-        UsageError: ``path`` is an address.
-    """
-    if isinstance(path, RemotePath):
-        raise UsageError(f"{path}: {what} must be a local path")

@@ -113,6 +113,20 @@ def _begin(inner: Any, parameter: Any) -> int:
     return int(inner.gbuf_ranges[index][dtype][bucket]["param_map"][parameter]["param"].start)
 
 
+def _writing_as_before() -> Any:
+    """Torch's writer of one item with its former arguments, which releases of Megatron-core before 0.14 pass."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    own = filesystem_async._write_item
+    try:
+        from torch.distributed.checkpoint.filesystem import SerializationFormat
+    except ImportError:
+        return contextlib.nullcontext()
+    return mock.patch.object(
+        filesystem_async, "_write_item", lambda *arguments: own(*arguments, SerializationFormat.TORCH_SAVE)
+    )
+
+
 def main() -> None:
     kind, model_kind, directory, tensor_size, bucket_size = sys.argv[1:]
     import numpy as np
@@ -135,7 +149,13 @@ def main() -> None:
         weights = model.sharded_state_dict()
         options: dict[str, Any] = {}
         if kind != "plain":
-            is_old = not hasattr(distrib_optimizer.DistributedOptimizer, "checkpoint_fully_reshardable_formats")
+            kind_of_optimizer = distrib_optimizer.DistributedOptimizer
+            is_old = not hasattr(kind_of_optimizer, "checkpoint_fully_reshardable_formats")
+            if is_old:  # they know Apex's Adam, which has one step for all; torch's has one for each parameter
+                own = kind_of_optimizer._get_main_param_and_optimizer_states
+                kind_of_optimizer._get_main_param_and_optimizer_states = lambda *arguments: {
+                    name: value for name, value in own(*arguments).items() if name != "step"
+                }
             options = {"sharding_type": kind} if is_old else {"metadata": {"distrib_optim_sharding_type": kind}}
         state = optimizer.sharded_state_dict(weights, **options)
         llama = {"group_query_attention": True, "num_query_groups": SIZES["groups"], "swiglu": True}
@@ -161,7 +181,10 @@ def main() -> None:
         if rank == 0:
             Path(directory).mkdir()
         torch.distributed.barrier()
-        dist_checkpointing.save(saved, directory)
+        with contextlib.ExitStack() as stack:
+            if kind.startswith("fully_sharded"):
+                stack.enter_context(_writing_as_before())
+            dist_checkpointing.save(saved, directory)
     torch.save(held(model, optimizer, is_distributed=kind != "plain"), f"{directory}.state-{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
