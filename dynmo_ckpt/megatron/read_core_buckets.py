@@ -79,7 +79,7 @@ def read_flat(
     Args:
         flat: the state.
         whole: the weights under DynMo's names.
-        tables: the stored word table and head by canonical name, with the padding rows of their vocabulary.
+        tables: the stored word table and head by canonical name, each of the shape ``[padded vocabulary, hidden]``.
         args: Megatron's arguments.
 
     Raises:

@@ -93,7 +93,7 @@ def place_buffer(
     """The tensors of each parameter in a buffer, by kind and name; None where no known layout fits.
 
     Args:
-        flats: the buckets of the buffer by kind (``master`` and the moments), each of one dimension.
+        flats: the buckets of the buffer by kind (``master`` and the moments), each of the shape ``[elements]``.
         chunk: the weights, in the order of the module where ``module_order`` keeps it.
         args: Megatron's arguments; may be empty.
         known: recorded lengths without padding, as of ``_recorded_lengths``.

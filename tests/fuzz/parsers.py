@@ -16,7 +16,6 @@ EXEMPT = {
     "dynmo_balance.formats.plan:read_fitting_plan": "read_plan, and rules of the header",
     "dynmo_balance.partition.registry:load_balancer": "a name, looked up in a table",
     "dynmo_ckpt.io.files:read_file": "returns bytes",
-    "dynmo_ckpt.io.remote:read_remote": "returns bytes",
     "dynmo_ckpt.maps.name_map:load_map": "a file of the package",
     "dynmo_ckpt.native.checkpoint:load_manifest": "the targets of folders with a manifest call it",
     "dynmo_tools.dedup.sorted_pairs:read_pairs": "a memory map of numbers; any bytes are numbers",
