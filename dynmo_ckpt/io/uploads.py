@@ -91,7 +91,11 @@ class Upload:
 
 @contextmanager
 def upload_errors(path: RemotePath) -> Iterator[None]:
-    """As ``remote_errors``, for writing: there, a missing bucket is an error of the store."""
+    """As ``remote_errors``, for writing: there, a missing bucket is an error of the store.
+
+    Raises:
+        StorageError: no such bucket, no credentials, access denied, or no connection.
+    """
     try:
         with remote_errors(path):
             yield
@@ -143,7 +147,14 @@ class RemoteDirectory:
 
 
 def check_output(target: Path, source: Path, *, overwrite: bool, need_bytes: int) -> None:
-    """As ``check_target`` for a local directory, as ``check_remote_target`` for an address."""
+    """As ``check_target`` for a local directory, as ``check_remote_target`` for an address.
+
+    Args:
+        target: the new directory.
+        source: the input.
+        overwrite: an existing ``target`` is replaced.
+        need_bytes: free space that a local directory needs, in bytes.
+    """
     if isinstance(target, RemotePath):
         check_remote_target(target, source, overwrite=overwrite)
     else:

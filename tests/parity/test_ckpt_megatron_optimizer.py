@@ -22,7 +22,7 @@ from tests.paths import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-# fully_sharded_bucket_space is absent: 0.12 ends with an assertion of its own where a rank has several parts of a bucket.
+# fully_sharded_bucket_space is absent: 0.12 cannot save it where a rank has several parts of a bucket.
 # kind, model, tensor size, data-parallel size, elements of a bucket (0: one bucket)
 CASES = [
     ("plain", "gpt", 1, 1, 0),
