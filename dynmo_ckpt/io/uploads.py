@@ -135,7 +135,7 @@ class RemoteDirectory:
             upload.write(payload)
 
     def remove(self, paths: Iterable[RemotePath]) -> None:
-        """Remove objects; missing ones are no error."""
+        """Remove objects, those that exist."""
         files = self.target.file_system()
         for path in paths:
             with upload_errors(path), suppress(FileNotFoundError):

@@ -57,8 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
             if payload is None:
                 self.reply(404, b"")
                 return
-            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-")
-            part = payload[int(wanted[1]) : int(wanted[2]) + 1 if wanted[2] else None]
+            span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-")
+            part = payload[int(span[1]) : int(span[2]) + 1 if span[2] else None]
             self.reply(206 if self.headers.get("Range") else 200, part, ETag='"x"', Accept_Ranges="bytes")
         else:
             self.reply(404, b"{}")
@@ -70,8 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlparse(self.path).path
         self.server.requests.append((path, None))
         if re.fullmatch(rf"/api/models/{self.server.repository}/paths-info/[^/]+", path):
-            asked = re.findall(r"paths(?:%5B%5D)?=([^&]+)", body.decode()) or json.loads(body or b"{}").get("paths", [])
-            found = [self.server.folder / each for each in asked if (self.server.folder / each).is_file()]
+            names = re.findall(r"paths(?:%5B%5D)?=([^&]+)", body.decode()) or json.loads(body or b"{}").get("paths", [])
+            found = [self.server.folder / each for each in names if (self.server.folder / each).is_file()]
             rows = [{"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "1" * 40} for each in found]
             self.reply(200, json.dumps(rows).encode(), Content_Type="application/json")
         else:

@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def forward(self) -> None:
-        """Pass a request on, or do what the hook says: a status with a body, a cut answer, or none at all."""
+        """Pass a request on, or do what the hook returns: a status with a body, a cut answer, or none at all."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with self.server.lock:
             self.server.requests += 1

@@ -89,7 +89,7 @@ def trained(model_kind: str, kind: str, tensor_size: int, bucket_size: int | Non
     return model, optimizer
 
 
-def held(model: Any, optimizer: Any, *, is_distributed: bool) -> dict[str, Any]:
+def state_in_memory(model: Any, optimizer: Any, *, is_distributed: bool) -> dict[str, Any]:
     """For each parameter of this rank the state, the begin of its part in elements, and the shape."""
     inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
     found = {}
@@ -185,7 +185,7 @@ def main() -> None:
             if kind.startswith("fully_sharded"):
                 stack.enter_context(_writing_as_before())
             dist_checkpointing.save(saved, directory)
-    torch.save(held(model, optimizer, is_distributed=kind != "plain"), f"{directory}.state-{rank}")
+    torch.save(state_in_memory(model, optimizer, is_distributed=kind != "plain"), f"{directory}.state-{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -110,7 +110,7 @@ def test_state_is_that_of_megatrons_memory(tmp_path, kind, model, tensor, data, 
             stored = {name: found.tensors[name if ours == "master" else f"{name}.{ours}"] for name in names}
             mapped = to_foreign(layout, stored, found.manifest["ties"], rank=rank, ranks=tensor)
             values = {each.name: array(each.content).reshape(-1) for each in mapped}
-            wanted = {legacy(name): state[theirs].numpy() for name, state in expected[rank].items()}
-            assert values.keys() == wanted.keys()
-            assert not [name for name in wanted if not np.array_equal(values[name], wanted[name])], (ours, rank)
-            assert not any(np.isnan(value).any() for value in wanted.values())
+            reference = {legacy(name): state[theirs].numpy() for name, state in expected[rank].items()}
+            assert values.keys() == reference.keys()
+            assert not [name for name in reference if not np.array_equal(values[name], reference[name])], (ours, rank)
+            assert not any(np.isnan(value).any() for value in reference.values())
