@@ -24,11 +24,12 @@ from .._common.console import (
 )
 from .._common.option_groups import grouped
 from ..formats.choices import AUTO, ReadOptions, VerifyLevel, WriteOptions
+from ..io.remote import parse_location
 from . import options
 from .megatron_tools import register
 
 YES_NO = {"True": "yes", "False": "no"}
-COMMAND_ORDER = ("info", "verify", "diff", "merge", "split", "reshard", "convert", "average", "formats")
+COMMAND_ORDER = ("info", "verify", "diff", "merge", "split", "reshard", "convert", "copy", "average", "formats")
 
 app = command_line(
     *COMMAND_ORDER,
@@ -114,7 +115,12 @@ def verify(
         ),
     ] = VerifyLevel.FULL,
     against: Annotated[
-        Path | None, typer.Option(help="Compare every tensor with this checkpoint, of any format and topology.")
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            parser=parse_location,
+            help="Compare every tensor with this checkpoint, of any format and topology.",
+        ),
     ] = None,
     atol: options.Atol = 0.0,
     hf_logits: Annotated[
@@ -172,7 +178,7 @@ def _logits(
 @app.command()
 def diff(
     left: options.Input,
-    right: Annotated[Path, typer.Argument(metavar="OTHER", help="The checkpoint to compare with, of any format.")],
+    right: options.Other,
     atol: options.Atol = 0.0,
     with_optimizer: options.WithOptimizer = False,
     html: Annotated[
@@ -358,9 +364,26 @@ def convert(
 
 @app.command()
 @grouped
+def copy(
+    source: options.Input, target: options.Output, writing: options.WritingOptions, step: options.Step = None
+) -> None:
+    """Copy a checkpoint of any format unchanged, between local directories and addresses."""
+    from ..operations.copy import copy_checkpoint
+
+    copy_checkpoint(source, target, step=step, settings=writing.settings())
+
+
+@app.command()
+@grouped
 def average(
-    sources: Annotated[list[Path], typer.Argument(metavar="IN", help="Checkpoints of one model, oldest first.")],
-    target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="New directory of the average.")],
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="IN", parser=parse_location, help="Checkpoints of one model, oldest first."),
+    ],
+    target: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="OUT", parser=parse_location, help="New directory of the average."),
+    ],
     topology: options.TopologyOptions,
     reading: options.RecordedOptions,
     contents: options.ExportOptions,

@@ -22,6 +22,7 @@ from .._common.errors import UsageError
 from .._common.panel import Panel
 from ..converters import BUILTIN
 from ..formats.choices import AUTO, Dtype, ReadOptions, ReplicaPolicy, WriteOptions
+from ..io.remote import parse_location
 
 if TYPE_CHECKING:
     from ..operations.write import WriteSettings
@@ -32,11 +33,21 @@ Input = Annotated[
     Path,
     typer.Argument(
         metavar="IN",
+        parser=parse_location,
         help="A run, its checkpoints, or one step; or a directory of Hugging Face, legacy Megatron, Megatron-core, "
         "torch (DCP, torchtitan) or Megatron-DeepSpeed; or NAME.bin of llama2.c.",
     ),
 ]
-Output = Annotated[Path, typer.Argument(metavar="OUT", help="New directory; it appears when it is complete.")]
+Other = Annotated[
+    Path,
+    typer.Argument(metavar="OTHER", parser=parse_location, help="The checkpoint to compare with, of any format."),
+]
+Output = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT", parser=parse_location, help="New directory, or an address; it appears when it is complete."
+    ),
+]
 Step = Annotated[
     int | None,
     typer.Option("--step", "--iteration", min=0, max=MAX_INTEGER, help="Step of a run directory; default: the latest."),

@@ -22,12 +22,12 @@ from typing import Any
 
 from .._common.document import (
     is_count,
-    read_word,
     short_repr,
 )
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
 from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
+from ..io.files import read_tracker
 from ..maps.name_map import load_map
 from ..megatron.arguments import read_args
 from ..megatron.read import (
@@ -222,7 +222,7 @@ def step_directory(path: Path, step: int | None) -> Path:
     """
     if step is None and not (path / "latest").is_file():
         return path
-    name = f"global_step{step}" if step is not None else read_word(path / "latest")
+    name = f"global_step{step}" if step is not None else read_tracker(path / "latest").strip()
     if "/" in name or not (path / name).is_dir():
         raise UsageError(
             f"{path / name}: is missing; choose --step from {sorted(p.name for p in path.glob('global_step*'))}"

@@ -30,6 +30,7 @@ from .._common.document import short_repr
 from .._common.errors import UsageError
 from ..formats.choices import AUTO, ReadOptions, WriteOptions
 from ..io.errors import CorruptError, NoOptimizerStateError
+from ..io.remote import RemotePath
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan
 from . import BUILTIN
@@ -91,7 +92,10 @@ def detect(path: Path) -> CheckpointFormat:
 
     Raises:
         CorruptError: no format recognizes it. The message names the known formats, and packages that failed to load.
+        StorageError: an object store cannot be reached or denies access.
     """
+    if isinstance(path, RemotePath):
+        path.check_complete()
     formats = []
     for name in BUILTIN:
         formats.append(_builtin(name))
@@ -123,9 +127,12 @@ def open_checkpoint(
     Raises:
         UsageError: an unknown format, or options that it does not have.
         CorruptError: files are missing, altered or contradict each other.
+        StorageError: an object store cannot be reached or denies access.
         UnsupportedError: a model or tensor that cannot be mapped.
         UnsafePickleError: a pickle refers to more than plain data.
     """
+    if isinstance(path, RemotePath):
+        path.check_complete()
     found = detect(path) if name == AUTO else get_format(name)
     if found.read is None:
         raise UsageError(f"{path}: checkpoints of the format {found.name} can only be written")

@@ -14,15 +14,15 @@ and a length. There the file has what ``torch.save`` wrote for the chunk.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .._common.document import (
     is_count,
-    read_word,
     short_repr,
 )
 from .._common.errors import UsageError
@@ -31,11 +31,21 @@ from ..huggingface.files import read_config, read_generation_config
 from ..huggingface.models import ARCHITECTURES
 from ..huggingface.source_config import source_of
 from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
-from ..io.files import read_file
+from ..io.files import read_file, read_tracker
 from ..io.safetensors import DTYPE_BYTES
 from ..megatron.arguments import read_args
 from ..megatron.core_names import EXTRA_STATE, legacy_names
-from ..megatron.read import LAYER_NAME, STATE_KINDS, MegatronCheckpoint, RankMetadata, assemble, assemble_state
+from ..megatron.read import (
+    LAYER_NAME,
+    OUTPUT_LAYER,
+    STATE_KINDS,
+    WORD_TABLE,
+    MegatronCheckpoint,
+    RankMetadata,
+    assemble,
+    assemble_state,
+)
+from ..megatron.read_core_buckets import GATHERED, REMEDY, FlatState, is_flat, read_flat
 from ..megatron.training_progress import read_progress
 from ..megatron.write_core import plan_core
 from ..native.checkpoint import NativeCheckpoint
@@ -47,6 +57,8 @@ from .assemble import from_map, from_megatron, model_from_config, state_decision
 from .registry import CheckpointFormat
 
 METADATA, COMMON = ".metadata", "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+GROUPS_OBJECT = re.compile(r"optimizer\.distributed\.dp_group_idx_\d{1,6}\.optimizer/shard_0_1")
 TRACKER = "latest_checkpointed_iteration.txt"
 DTYPES = {
     "float64": "F64",
@@ -97,6 +109,7 @@ class DistributedCheckpoint:
         common: the contents of Megatron-core's ``common.pt``; empty where there is none.
         other: names of entries that are not tensors.
         common_file: the file of ``common``.
+        places: for each of ``other`` its place in the files, where it has one.
     """
 
     directory: Path
@@ -104,6 +117,18 @@ class DistributedCheckpoint:
     common: Mapping[str, Any]
     other: tuple[str, ...]
     common_file: TorchFile | None = None
+    places: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def object(self, name: str) -> TorchFile:
+        """An entry that is not a tensor; Megatron-core stores a list of one object with ``torch.save``.
+
+        Raises:
+            UnsafePickleError: it refers to more than plain data.
+            CorruptError: it has no place in the files, or is not what ``torch.save`` wrote.
+        """
+        if name not in self.places:
+            raise CorruptError(f"{self.directory / METADATA}: no file is recorded for {short_name(name)}")
+        return _stored_file(self.directory, name, self.places[name])
 
     def number(self, value: Any) -> int | float | None:
         """A number in ``common``, stored as a number or as a tensor of one element; None for anything else."""
@@ -121,7 +146,7 @@ def _iterations(path: Path) -> list[str]:
     tracker = path / TRACKER
     if not tracker.is_file():
         return []
-    text = read_word(tracker)
+    text = read_tracker(tracker).strip()
     return ["release"] if text == "release" else [f"iter_{int(text):07d}"] if is_count(text) else []
 
 
@@ -141,6 +166,7 @@ def open_dcp(path: Path, step: int | None) -> DistributedCheckpoint:
     except OSError as error:
         raise CorruptError(f"{source}: cannot be read: {error.strerror}") from error
     entries, places = _fields(tree, source)
+    originals = _original_shapes(tree)
     locations = {(index["fqn"], _sizes(index.get("offset"))): info for index, info in places}
     tensors, other = {}, []
     for name, entry in entries.items():
@@ -148,12 +174,17 @@ def open_dcp(path: Path, step: int | None) -> DistributedCheckpoint:
         if kind != "TensorStorageMetadata":
             other.append(name)
         elif EXTRA_STATE not in name:
-            tensors[name] = _tensor(directory, name, entry.attributes, locations)
+            tensor = _tensor(directory, name, entry.attributes, locations)
+            tensors[name] = _with_original_shape(f"{source}: {short_name(name)}", tensor, originals.get(name))
+    placed = {name: locations[name, None] for name in other if (name, None) in locations}
+    found = DistributedCheckpoint(directory=directory, tensors=tensors, common={}, other=tuple(other), places=placed)
     file = open_torch(directory / COMMON) if (directory / COMMON).is_file() else None
-    common = file.tree if file is not None and isinstance(file.tree, dict) else {}
-    return DistributedCheckpoint(
-        directory=directory, tensors=tensors, common=common, other=tuple(other), common_file=file
-    )
+    tree = None if file is None else file.tree
+    if file is None and COMMON_OBJECT in placed:
+        # Since 2026, Megatron-core stores what was in common.pt as an object like others.
+        file = found.object(COMMON_OBJECT)
+        tree = file.tree[0] if isinstance(file.tree, list) and len(file.tree) == 1 else file.tree
+    return replace(found, common=tree if isinstance(tree, dict) else {}, common_file=file)
 
 
 def _directory(path: Path, step: int | None) -> Path:
@@ -219,6 +250,38 @@ def _tensor(
     return tensor
 
 
+def _original_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors that Megatron-core stores flattened, by name."""
+    data = tree.attributes.get("mcore_data") if isinstance(tree, OpaquePickle) else None
+    shapes = {
+        name: _sizes(each.get("nd_reformulated_orig_global_shape"))
+        for name, each in (data.items() if isinstance(data, dict) else ())
+        if isinstance(name, str) and isinstance(each, dict)
+    }
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _with_original_shape(source: str, tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """A tensor of ``fully_sharded_model_space`` in its own shape.
+
+    Before 0.14, Megatron-core stores such a tensor ``[X, Y]``, of which each rank has ``[x, y]``, as
+    ``[X/x, Y/y, x*y]``: a grid of the ranks' parts, each flat.
+    """
+    if shape is None:
+        return tensor
+    grid, flat = tensor.shape[:-1], tensor.shape[-1]
+    part = [size // cells if cells else 0 for size, cells in zip(shape, grid, strict=False)]
+    is_grid = len(grid) == len(shape) and [p * g for p, g in zip(part, grid, strict=True)] == list(shape)
+    if not is_grid or math.prod(part) != flat:
+        raise CorruptError(f"{source}: a flat tensor {list(tensor.shape)} cannot have the shape {list(shape)}")
+    whole = tensor.unflatten(len(shape), part)
+    # [X/x, Y/y, x, y] -> [X/x, x, Y/y, y] -> [X, Y]
+    whole = whole.permute([at for dim in range(len(shape)) for at in (dim, len(shape) + dim)])
+    for dim in range(len(shape)):
+        whole = whole.flatten(dim)
+    return whole
+
+
 def _overlap(pieces: list[Piece]) -> bool:
     """Whether two chunks overlap. Chunks are few, so every pair that overlaps in the first dimension is compared."""
     spans = [
@@ -250,6 +313,14 @@ def _dtype(properties: Any) -> str:
 
 def _stored(directory: Path, name: str, info: Mapping[str, Any]) -> Tensor:
     """The tensor that ``torch.save`` wrote at a place of a file."""
+    file = _stored_file(directory, name, info)
+    if not isinstance(file.tree, TensorRef):
+        raise CorruptError(f"{file.path}: {short_name(name)}: a {type(file.tree).__name__} in place of a tensor")
+    return file.tensor(file.tree, name)
+
+
+def _stored_file(directory: Path, name: str, info: Mapping[str, Any]) -> TorchFile:
+    """What ``torch.save`` wrote at a place of a file."""
     source = f"{directory / METADATA}: {short_name(name)}"
     path, begin, length = info.get("relative_path"), info.get("offset"), info.get("length")
     # The path is from an untrusted file and must not lead out of the directory.
@@ -263,10 +334,7 @@ def _stored(directory: Path, name: str, info: Mapping[str, Any]) -> Tensor:
         )
     if not isinstance(begin, int) or not isinstance(length, int):
         raise CorruptError(f"{source}: offset {short_repr(begin)} and length {short_repr(length)} must be integers")
-    file = open_torch(directory / path, begin, length)
-    if not isinstance(file.tree, TensorRef):
-        raise CorruptError(f"{file.path}: {short_name(name)}: a {type(file.tree).__name__} in place of a tensor")
-    return file.tensor(file.tree, name)
+    return open_torch(directory / path, begin, length)
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
@@ -370,7 +438,15 @@ def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: 
         raise NoOptimizerStateError(
             f"{found.directory}: has no optimizer state; convert the weights alone with --no-optimizer"
         )
-    state = {}
+    state: dict[str, tuple[list[dict[str, list[Tensor]]], Mapping[str, int]]] = {}
+    if is_flat([*found.tensors, *found.other]):
+        stages, layers = _stage(tensors)
+        gathered = {int(m[1]): found.object(name) for name in found.other if (m := GATHERED.fullmatch(name))}
+        flat = FlatState(path=found.directory, buckets=found.tensors, gathered=gathered)
+        tables = {name: ranks[0] for name, ranks in stages[0].items() if name in (WORD_TABLE, OUTPUT_LAYER)}
+        parts = read_flat(flat, assemble(facts, stages, layers, options), tables, args)
+        state = {kind: (each, layers) for kind, each in parts.items()}
+        return assemble_state(facts, state, _steps(found), options, (stages, layers))
     for kind in STATE_KINDS:
         prefixes = MASTERS if kind == "master" else (MOMENTS[kind],)
         part = {n.removeprefix(p): t for p in prefixes for n, t in found.tensors.items() if n.startswith(p)}
@@ -378,10 +454,7 @@ def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: 
         if kind == "master" and not part and any(name.startswith(MOMENTS["exp_avg"]) for name in found.tensors):
             part = dict(tensors)
         if not part or any(tensor.dtype != "F32" for tensor in part.values()):
-            raise UnsupportedError(
-                f"{found.directory}: has no float32 {kind} of each weight; Megatron-core must write the optimizer "
-                "state as fully_reshardable, not as the flat buckets of dp_reshardable"
-            )
+            raise UnsupportedError(f"{found.directory}: has no float32 {kind} of each weight; {REMEDY}")
         state[kind] = _stage(part)
     return assemble_state(facts, state, _steps(found), options)
 
@@ -401,6 +474,14 @@ def _steps(found: DistributedCheckpoint) -> set[int]:
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
     recorded += [group.get("step") for group in groups if isinstance(group, dict)]
     steps = {int(number) for number in map(found.number, recorded) if number is not None}
+    # The flat forms have the parameter groups of each model-parallel rank as an object.
+    for name in found.other:
+        if GROUPS_OBJECT.fullmatch(name):
+            file = found.object(name)
+            tree = file.tree[0] if isinstance(file.tree, list) and len(file.tree) == 1 else None
+            listed = tree.get("param_groups") if isinstance(tree, dict) else None
+            numbers = [file.number(g.get("step")) for g in listed or () if isinstance(g, dict)]
+            steps |= {int(number) for number in numbers if number is not None}
     iteration = found.common.get("iteration")
     return steps or ({iteration} if isinstance(iteration, int) else set())
 

@@ -1,12 +1,20 @@
-"""Opens input files: regular files only, of bounded size."""
+"""Opens input files: regular files of a disk, or objects of a store, of bounded size."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import BinaryIO
 
-from .._common.document import MAX_DOCUMENT_BYTES, DocumentError, UnreadableError, open_regular, read_bytes
+from .._common.document import (
+    MAX_DOCUMENT_BYTES,
+    MAX_WORD_BYTES,
+    DocumentError,
+    UnreadableError,
+    open_regular,
+    read_bytes,
+)
 from .errors import CorruptError
+from .remote import RemotePath, open_remote, read_remote
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -14,7 +22,10 @@ def open_file(path: Path) -> BinaryIO:
 
     Raises:
         CorruptError: the file does not exist, is not a regular file, or permissions forbid reading it.
+        StorageError: an object store cannot be reached or denies access.
     """
+    if isinstance(path, RemotePath):
+        return open_remote(path)
     try:
         return open_regular(path)
     except UnreadableError as error:
@@ -26,10 +37,25 @@ def read_file(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
 
     Raises:
         CorruptError: as ``open_file``, or the file is larger.
+        StorageError: as ``open_file``.
     """
+    if isinstance(path, RemotePath):
+        return read_remote(path, max_bytes)
     try:
         return read_bytes(path, max_bytes)
     except UnreadableError as error:
         raise CorruptError(f"{path}: cannot be read: {error.reason}") from error
     except DocumentError as error:
         raise CorruptError(f"{path}: {error.problems[0].message}") from error
+
+
+def read_tracker(path: Path) -> str:
+    """The contents of a file that names a checkpoint, as they are.
+
+    Raises:
+        UnreadableError: a local file cannot be read.
+        DocumentError: a local file is longer than a name.
+        CorruptError: the same of an object.
+    """
+    payload = read_remote(path, MAX_WORD_BYTES) if isinstance(path, RemotePath) else read_bytes(path, MAX_WORD_BYTES)
+    return payload.decode(errors="replace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from .checks import CheckedRange, SourceChecks, altered_message, combine_parts
 from .computed import ComputedArray, stored_inputs
 from .errors import CorruptError, StorageError, short_name
 from .files import open_file
+from .remote import RemoteFile, RemotePath
 from .safetensors import StoredArray
 
 Words = NDArray[np.unsignedinteger]
@@ -24,9 +26,9 @@ _TAIL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Descriptors of open files by path."""
+    """Open files by path: the descriptor of a local file, or an object of a store."""
 
-    descriptors: Mapping[Path, int]
+    opened: Mapping[Path, int | RemoteFile]
 
     def read(self, array: StoredArray, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from the file of an array.
@@ -38,10 +40,14 @@ class SourceFiles:
 
         Raises:
             CorruptError: the file ends before ``buffer`` is full.
+            StorageError: an object store cannot be reached.
         """
-        done = 0
+        done, file = 0, self.opened[array.path]
         while done < len(buffer):
-            got = read_into(self.descriptors[array.path], buffer[done:], offset + done)
+            if isinstance(file, int):
+                got = read_into(file, buffer[done:], offset + done)
+            else:
+                got = file.fill(buffer[done:], offset + done, array.offset + array.num_bytes)
             if got == 0:
                 raise CorruptError(f"{array.path}: {short_name(array.key)}: the file ends within the tensor")
             done += got
@@ -49,11 +55,26 @@ class SourceFiles:
 
 @contextmanager
 def open_sources(arrays: Sequence[StoredArray]) -> Iterator[SourceFiles]:
-    """Keep the files of ``arrays`` open, and those from which computed arrays are computed."""
+    """Keep the files of ``arrays`` open, and those from which computed arrays are computed.
+
+    Raises:
+        CorruptError: a file is missing, or an object of a store was replaced before the block ended.
+        StorageError: an object store cannot be reached or denies access.
+    """
     paths = dict.fromkeys(stored.path for array in arrays for stored in stored_inputs(array))
+    windows = threading.local()
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(open_file(path)) for path in paths}
-        yield SourceFiles({path: handle.fileno() for path, handle in opened.items()})
+        opened = {
+            path: RemoteFile(path, windows)
+            if isinstance(path, RemotePath)
+            else stack.enter_context(open_file(path)).fileno()
+            for path in paths
+        }
+        yield SourceFiles(opened)
+        # A range is of the object as it is now: without this, an output could be of two versions.
+        for file in opened.values():
+            if isinstance(file, RemoteFile):
+                file.check_unchanged()
 
 
 @dataclass

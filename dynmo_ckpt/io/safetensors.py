@@ -75,7 +75,8 @@ def read_index(path: Path, *, quantized: bool = False) -> Index:
     """
     try:
         with open_file(path) as handle:
-            size = os.fstat(handle.fileno()).st_size
+            size = handle.seek(0, os.SEEK_END)
+            handle.seek(0)
             length = handle.read(8)
             text_bytes = int.from_bytes(length, "little")
             if len(length) < 8 or 8 + text_bytes > size or text_bytes > HEADER_LIMIT_BYTES:

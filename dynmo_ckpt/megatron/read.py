@@ -31,12 +31,12 @@ from typing import Any
 from .._common.document import (
     finite_number,
     is_count,
-    read_word,
     short_repr,
 )
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
+from ..io.files import read_tracker
 from ..maps.name_map import Layout, MappedTensor, NameMap, layout_of, load_map, model_ties, to_native
 from ..tensors.views import Tensor
 from ..torch_save.pickles import TensorRef
@@ -132,7 +132,7 @@ def find_iteration(path: Path, step: int | None) -> Path:
         if not tracker.is_file():
             raise CorruptError(f"{path}: has neither mp_rank_* nor latest_checkpointed_iteration.txt")
         # `release` in place of a number: published or converted weights, without the state of a run.
-        text = read_word(tracker)
+        text = read_tracker(tracker).strip()
         if text != "release" and not is_count(text):
             raise CorruptError(f"{tracker}: {text!r} must be a number or 'release'")
         name = text if text == "release" else f"iter_{int(text):07d}"

@@ -74,7 +74,7 @@ def read_distributed(file: TorchFile, chunks: Sequence[Chunk], args: Args, step:
     directory = file.path.parent
     if (directory / WORLD_FILE).is_file():
         world = open_torch(directory / WORLD_FILE)
-        return OptimizerState(tensors=_from_world(world, chunks, args), steps=_steps(file, file.tree, step))
+        return OptimizerState(tensors=read_world(world, chunks, args), steps=_steps(file, file.tree, step))
     return _from_replicas([open_torch(path) for path in _replicas(directory)], chunks, step)
 
 
@@ -87,7 +87,40 @@ def _steps(file: TorchFile, tree: Any, step: int) -> int:
     return numbers.pop() if len(numbers) == 1 else step
 
 
-def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[str, dict[Key, Tensor]]:
+def place_buffer(
+    flats: Mapping[str, Sequence[Tensor]], chunk: Chunk, args: Args, known: list[int] | int | None
+) -> dict[str, dict[str, Tensor]] | None:
+    """The tensors of each parameter in a buffer, by kind and name; None where no known layout fits.
+
+    Args:
+        flats: the buckets of the buffer by kind (``master`` and the moments), each of the shape ``[elements]``.
+        chunk: the weights, in the order of the module where ``module_order`` keeps it.
+        args: Megatron's arguments; may be empty.
+        known: recorded lengths without padding, as of ``_recorded_lengths``.
+    """
+    from ..tensors.equality import rounds_to
+
+    lengths = [flat.shape[0] for flat in flats["master"]]
+    for placed in _candidates(chunk, args, lengths, known):
+        masters = _cut(flats["master"], placed, chunk)
+        # Several layouts may fit the lengths. Only the right one has masters that round to the weights.
+        if all(rounds_to(masters[name], weight) for name, weight in chunk.items()):
+            return {kind: _cut(each, placed, chunk) for kind, each in flats.items()}
+    return None
+
+
+def read_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[str, dict[Key, Tensor]]:
+    """The state in a file with the complete buffers of one model-parallel rank, by kind, then by chunk and name.
+
+    Args:
+        world: the file.
+        chunks: the weights of each virtual chunk.
+        args: Megatron's arguments; may be empty.
+
+    Raises:
+        UnsupportedError: buffers with an unknown layout, or of several optimizers.
+        CorruptError: buffers of different lengths.
+    """
     tree = world.tree
     # ChainedOptimizer of Megatron-core writes a list, with an entry for each of its optimizers.
     if isinstance(tree, list) and len(tree) == 1:
@@ -97,8 +130,6 @@ def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[s
         raise UnsupportedError(
             f"{world.path}: has {len(buffers)} buffers for {len(chunks)} chunks; experts (MoE) are not supported"
         )
-    from ..tensors.equality import rounds_to
-
     found: dict[str, dict[Key, Tensor]] = {kind: {} for kind in KINDS.values()}
     for number, chunk in enumerate(chunks):
         by_type = buffers[number]
@@ -110,18 +141,14 @@ def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[s
         if len(lengths) != 1:
             raise CorruptError(f"{world.path}: buffer {number}: weights and moments have different lengths")
         known = _recorded_lengths(tree, number, dtype, buffer)
-        for placed in _candidates(chunk, args, next(iter(lengths)), known):
-            masters = _cut(flats["master"], placed, chunk)
-            # Several layouts may fit the lengths. Only the right one has masters that round to the weights.
-            if all(rounds_to(masters[name], weight) for name, weight in chunk.items()):
-                break
-        else:
+        placed = place_buffer(flats, chunk, args, known)
+        if placed is None:
             raise UnsupportedError(
                 f"{world.path}: buffer {number}: unknown layout, or not the state of these weights: no known order of "
                 f"{len(chunk)} weights in {sum(next(iter(lengths)))} elements rounds to them"
             )
-        for kind, each in flats.items():
-            found[kind] |= {(number, name): tensor for name, tensor in _cut(each, placed, chunk).items()}
+        for kind, each in placed.items():
+            found[kind] |= {(number, name): tensor for name, tensor in each.items()}
     return found
 
 

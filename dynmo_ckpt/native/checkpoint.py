@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .._common.document import MAX_TABLE_BYTES, MAX_WORD_BYTES, DocumentError, read_bytes, short_repr
+from .._common.document import MAX_TABLE_BYTES, DocumentError, short_repr
 from .._common.errors import UsageError
 from ..formats.checkpoint import parse_manifest
 from ..formats.checkpoint_rules import VOCABULARY_ROWS
 from ..io.errors import CorruptError, UnsupportedError, short_name
-from ..io.files import read_file
+from ..io.files import read_file, read_tracker
 from ..io.safetensors import StoredArray, read_index
 from ..tensors.views import Piece, Tensor, as_tensor
 
@@ -140,7 +140,7 @@ def step_names(folder: Path) -> list[str]:
 def read_latest(folder: Path) -> str:
     """The contents of ``LATEST``; empty where there is no such file."""
     path = folder / "LATEST"
-    return read_bytes(path, MAX_WORD_BYTES).decode(errors="replace").removesuffix("\n") if path.is_file() else ""
+    return read_tracker(path).removesuffix("\n") if path.is_file() else ""
 
 
 def latest_problems(folder: Path) -> list[str]:

@@ -19,9 +19,9 @@ import numpy as np
 from .._common.errors import UsageError
 from ..converters.registry import get_format, open_and_report
 from ..formats.choices import AUTO, ReadOptions, WriteOptions
-from ..io.directory import check_target
 from ..io.errors import UnsupportedError, short_names
 from ..io.reading import SourceFiles, Words
+from ..io.uploads import check_output
 from ..maps.decoder_fields import DECODERS, decoder_fields
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.computed import bits_of, computed_tensor, floats_of
@@ -89,7 +89,7 @@ def average(
     check_options(output, write, with_optimizer=False)
     checkpoints = [open_and_report(source, AUTO, read) for source in sources]
     for checkpoint in checkpoints:
-        check_target(target, checkpoint.directory, overwrite=settings.overwrite, need_bytes=0)
+        check_output(target, checkpoint.directory, overwrite=settings.overwrite, need_bytes=0)
     averaged = average_of(checkpoints, shares)
     if output.write is None:  # refused by check_options; narrows the type
         raise UsageError(f"--to {output.name}: can only be read")

@@ -23,6 +23,7 @@ from ..huggingface.decoders import DECODERS
 from ..huggingface.files import read_config
 from ..huggingface.models import LAYER_NORMS, hf_config
 from ..io.errors import CorruptError, UnsupportedError, short_names
+from ..io.remote import RemotePath
 from ..maps.decoder_fields import GATED
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.computed import is_computed as is_computed_tensor
@@ -69,10 +70,14 @@ class LogitsCheck:
 
         Raises:
             MissingExtraError: the comparison is required and needs a package that is not installed.
-            UsageError: the comparison is required, and the format of the output cannot be read.
+            UsageError: the comparison is required, and a side cannot be read here.
         """
         from ..converters.registry import get_format
 
+        if self.source_format == HF and isinstance(self.source.directory, RemotePath):
+            if self.required:
+                raise UsageError("--check-logits: transformers computes local directories only; copy IN first")
+            return "transformers computes local directories only"
         if get_format(self.target_format).read is None:
             if self.required:
                 raise UsageError(f"--check-logits: {self.target_format} is only written, and cannot be computed here")

@@ -6,20 +6,22 @@ checks run on new files before they are renamed into place.
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .._common.console import Tick, progress
 from .._common.crc32 import combine
 from ..converters.registry import detect, open_checkpoint
 from ..formats.choices import ReadOptions, VerifyLevel
 from ..io.computed import stored_inputs
-from ..io.errors import CorruptError, short_name, short_names
+from ..io.errors import CorruptError, StorageError, short_name, short_names
+from ..io.files import open_file
 from ..io.safetensors import Index, StoredArray, read_index
 from ..native.checkpoint import (
     STEP_NAME,
@@ -34,6 +36,7 @@ from ..native.checkpoint import (
 from ..tensors.copy_plan import Writable, WrittenFile
 from ..torch_save.reader import open_torch
 
+MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 20
 _JOBS = min(2, os.cpu_count() or 1)
 
@@ -138,10 +141,10 @@ def stream_crc32(path: Path, begin: int = 0, num_bytes: int | None = None) -> in
     buffer = bytearray(_CHUNK_BYTES)
     remaining = path.stat().st_size - begin if num_bytes is None else num_bytes
     checksum = 0
-    with open(path, "rb", buffering=0) as handle:
+    with open_file(path) as handle:
         handle.seek(begin)
         while remaining:
-            got = handle.readinto(memoryview(buffer)[: min(remaining, _CHUNK_BYTES)])
+            got = cast("io.BufferedReader", handle).readinto(memoryview(buffer)[: min(remaining, _CHUNK_BYTES)])
             if not got:
                 raise CorruptError(f"{path}: ends {remaining} bytes early")
             checksum = zlib.crc32(memoryview(buffer)[:got], checksum)
@@ -187,7 +190,7 @@ def written_findings(directory: Path, files: Sequence[Writable], written: Mappin
         if found != planned:
             unlike = sorted(key for key in {*found, *planned} if found.get(key) != planned.get(key))
             yield f"{path}: its index has other offsets than planned: {short_names(unlike)}"
-        with open(path, "rb") as handle:
+        with open_file(path) as handle:
             for offset, payload in file.other_bytes([sums.tensors[tensor.key] for tensor in file.tensors]):
                 handle.seek(offset)
                 if handle.read(len(payload)) != payload:
@@ -201,6 +204,21 @@ def small_findings(directory: Path, payloads: Mapping[str, bytes]) -> Iterator[s
     for name, payload in payloads.items():
         if (directory / name).read_bytes() != payload:
             yield f"{directory / name}: reads back differently"
+
+
+def refuse_findings(findings: Iterable[str]) -> None:
+    """Refuse what was just written, if it has findings.
+
+    Raises:
+        StorageError: it has.
+    """
+    found: list[str] = []
+    try:
+        found.extend(findings)
+    except CorruptError as error:  # in what was just written: the disk is at fault, not the input
+        found.append(str(error))
+    if found:
+        raise StorageError("\n  ".join(["the written files read back differently; no output was kept", *found]))
 
 
 def verify_checkpoint(

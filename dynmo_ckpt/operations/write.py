@@ -21,7 +21,7 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -33,14 +33,15 @@ from .._common.console import Format, emit, emit_json, emit_table, human_bytes, 
 from .._common.document import Problem, WriterError, encode_json, envelope, parse_json
 from .._common.portable import peak_memory_bytes
 from ..io.directory import check_target, new_directory, write_synced
-from ..io.errors import CorruptError, StorageError
+from ..io.errors import StorageError
+from ..io.remote import RemotePath
 from ..tensors.copy_plan import ExportPlan, Writable
 from ..tensors.execute import execute
 from ..tensors.tiled_copy import buffer_bytes
 from .logits import LogitsCheck
-from .verify import header_findings, small_findings, written_findings
+from .verify import MANIFEST, header_findings, refuse_findings, small_findings, written_findings
+from .write_remote import stream_memory_bytes, write_remote
 
-MANIFEST = "manifest.json"
 BASE_MEMORY_BYTES = 50_000_000  # the process without buffers, as measured
 PROBE_BYTES = 64 << 20
 
@@ -97,13 +98,24 @@ def write_export(source: Path, target: Path, plan: ExportPlan, settings: WriteSe
         UnsupportedError: the logits of input and output differ.
         WriterError: a format recorded a decision that is not JSON.
     """
-    small = {**plan.small_files, "conversion.json": conversion_record(source, plan.decisions)}
+    record = conversion_record(source, plan.decisions)
+    write_plan(source, target, plan, {**plan.small_files, "conversion.json": record}, settings)
+
+
+def write_plan(
+    source: Path, target: Path, plan: ExportPlan, small: Mapping[str, bytes], settings: WriteSettings
+) -> None:
+    """As ``write_export``, with the files without tensors in ``small`` and no others."""
     total = sum(file.num_bytes for file in plan.files) + sum(map(len, small.values()))
     if settings.plan_only:
         _show_plan(source, target, plan.files, small, total, settings)
         return
-    check_target(target, source, overwrite=settings.overwrite, need_bytes=total)
     started = time.monotonic()
+    if isinstance(target, RemotePath):
+        write_remote(source, target, plan, small, settings)
+        _report(source, target, plan, started, settings, None)
+        return
+    check_target(target, source, overwrite=settings.overwrite, need_bytes=total)
     with new_directory(target) as staging:
         with progress("write", sum(file.num_bytes for file in plan.files) / 1e6, "MB") as tick:
             written = execute(staging, plan.files, jobs=settings.jobs, tick=tick, verify=settings.verify)
@@ -113,9 +125,9 @@ def write_export(source: Path, target: Path, plan: ExportPlan, settings: WriteSe
             write_synced(staging / name, payload)
         # Within the block: any error here removes the staging directory, and the output never appears.
         if settings.verify:
-            _refuse_findings(chain(written_findings(staging, plan.files, written), small_findings(staging, small)))
+            refuse_findings(chain(written_findings(staging, plan.files, written), small_findings(staging, small)))
             if MANIFEST in final:
-                _refuse_findings(header_findings(staging))
+                refuse_findings(header_findings(staging))
         logits = _compare_logits(staging, settings)
     _report(source, target, plan, started, settings, logits)
 
@@ -150,9 +162,12 @@ def _show_plan(
     """Print what ``--plan`` shows: files, and estimates of memory and time."""
     sizes = {file.name: file.num_bytes for file in files} | {name: len(payload) for name, payload in small.items()}
     buffers = max((buffer_bytes(tensor) for file in files for tensor in file.tensors), default=0)
-    memory = BASE_MEMORY_BYTES + settings.jobs * buffers
-    rate = copy_rate(target, min(PROBE_BYTES, max(1, total)))
-    seconds = total / rate
+    client, streams = stream_memory_bytes(source, target, files)
+    memory = BASE_MEMORY_BYTES + client + settings.jobs * (buffers + streams)
+    # The rate of a store is that of its network, which a probe of a few seconds would not show.
+    is_local = not isinstance(target, RemotePath) and not isinstance(source, RemotePath)
+    rate = copy_rate(target, min(PROBE_BYTES, max(1, total))) if is_local else None
+    seconds = None if rate is None else total / rate
     if settings.format is Format.JSON:
         emit_json(
             {
@@ -161,15 +176,18 @@ def _show_plan(
                 "files": sizes,
                 "bytes": total,
                 "memory_bytes_at_most": memory,
-                "bytes_per_s": round(rate),
-                "seconds": round(seconds, 3),
+                "bytes_per_s": None if rate is None else round(rate),
+                "seconds": None if seconds is None else round(seconds, 3),
             }
         )
         return
     emit_table(f"would write {target}", ("file", "bytes"), [(name, f"{size:,}") for name, size in sizes.items()])
+    shown = "not estimated for an object store"
+    if rate is not None:
+        shown = f"about {total / rate:.1f} s at {rate / 1e9:.2f} GB/s, as just measured on this disk"
     emit(
         f"{len(sizes)} files, {human_bytes(total)} | memory: at most {human_bytes(memory)} | "
-        f"time: about {seconds:.1f} s at {rate / 1e9:.2f} GB/s, as just measured on this disk | nothing was written"
+        f"time: {shown} | nothing was written"
     )
 
 
@@ -210,16 +228,6 @@ def _compare_logits(staging: Path, settings: WriteSettings) -> Mapping[str, Any]
     found = settings.logits.compare(staging)
     print_message(f"logits of input and output differ by at most {found['max_abs']:.3g} on {found['tokens']} tokens")
     return found
-
-
-def _refuse_findings(findings: Iterable[str]) -> None:
-    found: list[str] = []
-    try:
-        found.extend(findings)
-    except CorruptError as error:  # in what was just written: the disk is at fault, not the input
-        found.append(str(error))
-    if found:
-        raise StorageError("\n  ".join(["the written files read back differently; no output was kept", *found]))
 
 
 def _report(

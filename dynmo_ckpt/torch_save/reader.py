@@ -74,7 +74,7 @@ class TorchFile:
         self.tensor(value, "a number")  # checks that it lies within its storage
         kind = _SCALARS[value.storage.dtype]
         width = struct.calcsize(kind)
-        with open(self.path, "rb") as handle:
+        with open_file(self.path) as handle:
             handle.seek(self.storages[value.storage.key].offset + value.start * width)
             found: int | float = struct.unpack(kind, handle.read(width))[0]
         return found
@@ -214,7 +214,8 @@ def _read_stream(path: Path, handle: BinaryIO) -> tuple[Any, dict[str, StoredArr
         raise CorruptError(f"{path}: was written on a big-endian machine; only little-endian files are supported")
     tree, refs = load_stream(handle, source)
     keys = load_stream(handle, source)[0]
-    at, size = handle.tell(), path.stat().st_size
+    at = handle.tell()
+    size = handle.seek(0, io.SEEK_END)
     storages = {}
     for key in keys:
         # Not of a list: lists that share lists have a text of exponential length.

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from tests.paths import ROOT
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-TESTED = ("all", "datasets", "dev", "fp8", "gguf", "mlflow", "parquet", "quickstart", "ray", "wandb")
+TESTED = ("all", "datasets", "dev", "fp8", "gguf", "mlflow", "parquet", "quickstart", "ray", "remote", "wandb")
 
 
 def canonical(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.cli import object_store
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -214,6 +216,9 @@ USES = {
     "ckpt": "dynmo-ckpt convert run hf --to hf\ndynmo-ckpt convert hf back --to native\ndynmo-ckpt verify back",
     "hf": "dynmo-ckpt convert run hf --to hf",
     "gguf": "dynmo-ckpt convert run packed --to gguf\nls packed/model.gguf",
+    # An S3 server of the tests answers.
+    "remote": "dynmo-ckpt copy run s3://bucket/run\ndynmo-ckpt info s3://bucket/run",
+    "gs": "dynmo-ckpt copy --help",
     "fuzz": "dynmo-train --help",
     "lm-eval": "dynmo-train evaluate lm-eval --help",
     "ray": "dynmo-prep --help",
@@ -257,9 +262,13 @@ def test_wheel_each_extra_alone_is_enough(wheel, used, tmp_path, monkeypatch, ex
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     if extras == "train":
         shutil.rmtree(work / "run")
-    for line in USES[extras].splitlines():
-        program, *words = line.split()
-        run(programs / program if program.startswith("dynmo-") else program, *words, cwd=work)
+    with contextlib.ExitStack() as stack:
+        if extras == "remote":
+            for name, value in object_store.environment(stack.enter_context(object_store.moto_server())).items():
+                monkeypatch.setenv(name, value)
+        for line in USES[extras].splitlines():
+            program, *words = line.split()
+            run(programs / program if program.startswith("dynmo-") else program, *words, cwd=work)
 
 
 def test_sdist_gives_the_same_wheel(wheel, tmp_path):

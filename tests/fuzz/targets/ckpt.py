@@ -217,6 +217,13 @@ def _dcp(place: Path) -> None:
     dcp.save(place, dcp.core(m, native.parameters(m)), {"args": dcp.arguments(m), "iteration": 1})
 
 
+def _dcp_flat(place: Path) -> None:
+    """A distributed checkpoint with flat optimizer buckets."""
+    native = _helper("native_checkpoints")
+    m = native.model(num_layers=1)
+    _helper("test_torch_dcp").flat_checkpoint(place, m, native.parameters(m))
+
+
 def _deepspeed(name: str) -> Callable[[Path], None]:
     def build(place: Path) -> None:
         with tarfile.open(DEEPSPEED / f"{name}.tar.xz") as archive:
@@ -381,6 +388,16 @@ TARGETS = [
         for label, file in (("metadata", ".metadata"), ("tensors", "__0_0.distcp"))
     ),
     _DCP_COMMON,
+    *(
+        folder_target(
+            f"{P}.converters.registry:open_checkpoint",
+            _dcp_flat,
+            file=file,
+            label=f"dcp-flat-{label}",
+            call=_open_with_optimizer,
+        )
+        for label, file in (("metadata", ".metadata"), ("common", "common.pt"))
+    ),
     *_deepspeed_targets(),
     *(
         repacked(target, pack_pickle, unpack_pickle)
@@ -400,6 +417,11 @@ TARGETS = [
         f"{P}.converters.llama2c:read_llama2c", _llama2c, file="model.bin", call=lambda read, path: read(path, 1)
     ),
     file_target(f"{P}.cli.megatron_tools:_vocabulary", lambda _folder: [b'{"a": 0, "b": 1}'], file="vocab.json"),
+    *(
+        text_target(f"{P}.io.{parser}", ["s3://bucket/run/step-00000004", "hf://account/model@main", "gs://b", "run/x"])
+        for parser in ("urls:parse_url", "remote:parse_location")
+    ),
+    file_target(f"{P}.io.files:read_tracker", lambda _folder: [b"step-00000008\n", b"release"], file="LATEST"),
     text_target(f"{P}.cli.options:parse_bytes", ["5GB", "1.5MB", "1024"]),
     text_target(
         f"{P}.cli.options:parse_numbers", ["1,2", "0.5,1e3,nan"], call=lambda parse, text: parse("--weights", text)

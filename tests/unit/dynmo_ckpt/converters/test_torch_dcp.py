@@ -138,14 +138,166 @@ def test_open_dcp_megatron_core_state_has_moments_and_steps(tmp_path):
     assert {weights.tensors[name].dtype for name in p} == {"F16"}
 
 
-def test_open_dcp_flat_optimizer_buckets_are_refused(tmp_path):
+# The order of the parameters in Megatron-core's layers with norms of their own, and of Transformer Engine.
+ORDERS = {
+    "own": ("attention.norm", "attention.dense", "attention.qkv", "mlp.norm", "mlp.fc1", "mlp.fc2"),
+    "fused": ("attention.dense", "attention.norm", "attention.qkv", "mlp.norm", "mlp.fc1", "mlp.fc2"),
+}
+
+
+def buckets(m, p, *, tp=1, pp=1, order="own"):
+    """Flat buffers of each model-parallel rank, the last parameter first, each at a multiple of 64 elements."""
+    state = {}
+    share = m["num_layers"] // pp
+    for rank in range(tp * pp):
+        stage, part = divmod(rank, tp)
+        names = ["embedding.word.weight", "embedding.position.weight"] if stage == 0 else []
+        for i in range(stage * share, (stage + 1) * share):
+            names += [f"layers.{i}.{module}.{kind}" for module in ORDERS[order] for kind in BOTH]
+        names += ["head.norm.weight", "head.norm.bias"] if stage == pp - 1 else []
+        names += ["embedding.word.weight"] if stage == pp - 1 and pp > 1 else []
+        for kind, change in (("param", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+            flat = []
+            for name in reversed(names):
+                dim = native_checkpoints.split_dim(name)
+                value = p[name] if dim is None else np.split(p[name], tp, axis=dim)[part]
+                flat += [0.0] * (-len(flat) % 64) + list((value * change).reshape(-1))
+            key = f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
+            state[f"{key}.bucket_idx_0.{kind}"] = np.array(flat, np.float32)
+    return state
+
+
+def flat_checkpoint(directory, m, p, *, tp=1, pp=1, order="own", **changes):
+    state = {name: value.astype(np.float16) for name, value in core(m, p).items()}
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    common = {"args": arguments(m, **sizes | changes), "iteration": 7}
+    save(directory, state | buckets(m, p, tp=tp, pp=pp, order=order), common)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_open_dcp_flat_buckets_of_every_topology(tmp_path, tp, pp, order):
+    m = native_checkpoints.model(num_layers=4)
+    p = native_checkpoints.parameters(m)
+    flat_checkpoint(tmp_path / "c", m, p, tp=tp, pp=pp, order=order)
+    found, _ = open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
+    assert same(found, p)
+    p = native_checkpoints.true_rows(m["vocab_size"], p)
+    assert all(np.array_equal(load_array(found, f"{name}.exp_avg"), 2 * value) for name, value in p.items())
+    assert all(np.array_equal(load_array(found, f"{name}.exp_avg_sq"), 3 * value) for name, value in p.items())
+    assert set(found.manifest["optimizer"]["steps"].values()) == {7}
+
+
+def test_open_dcp_flat_buckets_with_padding_for_replicas(tmp_path):
+    """As ``fully_sharded_bucket_space`` of releases before 0.14: a bucket ends at a multiple of the replicas."""
+    m = native_checkpoints.model(num_layers=2)
+    p = native_checkpoints.parameters(m)
+    padded = {name: np.append(flat, np.full(77, 9, np.float32)) for name, flat in buckets(m, p).items()}
+    save(tmp_path / "c", core(m, p) | padded, {"args": arguments(m), "iteration": 7})
+    found, _ = open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
+    assert same(found, p)
+    p = native_checkpoints.true_rows(m["vocab_size"], p)
+    assert all(np.array_equal(load_array(found, f"{name}.exp_avg"), 2 * value) for name, value in p.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"decoder_first_pipeline_num_layers": 1},
+            UnsupportedError,
+            "decoder_first_pipeline_num_layers.*--no-optimizer",
+        ),
+        ({"pipeline_model_parallel_size": 3}, UnsupportedError, "4 layers on 3 stages.*--no-optimizer"),
+        ({"pipeline_model_parallel_size": 1}, CorruptError, "has the optimizer state of the ranks"),
+        ({"tensor_model_parallel_size": 0}, CorruptError, "positive integer"),
+    ],
+)
+def test_open_dcp_flat_buckets_that_do_not_fit_are_refused(tmp_path, changes, error, message):
+    m = native_checkpoints.model(num_layers=4)
+    flat_checkpoint(tmp_path / "c", m, native_checkpoints.parameters(m), pp=2, **changes)
+    with pytest.raises(error, match=message):
+        open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
+    assert open_checkpoint(tmp_path / "c")[0].manifest["optimizer"] is None  # the weights alone
+
+
+def test_open_dcp_flat_buckets_of_other_weights_are_refused(tmp_path):
+    m = native_checkpoints.model(num_layers=2)
+    p = native_checkpoints.parameters(m)
+    state = core(m, p) | buckets(m, native_checkpoints.parameters(m, seed=5))
+    save(tmp_path / "c", state, {"args": arguments(m), "iteration": 7})
+    with pytest.raises(UnsupportedError, match=r"no known order of .* weights rounds to them"):
+        open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
+
+
+def test_open_dcp_unknown_optimizer_state_is_refused(tmp_path):
     m = native_checkpoints.model()
     state = core(m, native_checkpoints.parameters(m)) | {
         "optimizer.distributed.dp_group_idx_0.exp_avg": np.zeros(9, np.float32)
     }
     save(tmp_path / "c", state, {"args": arguments(m), "iteration": 7})
-    with pytest.raises(UnsupportedError, match="dp_reshardable"):
+    with pytest.raises(UnsupportedError, match="--dist-ckpt-optim-fully-reshardable"):
         open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
+
+
+def flattened(value, grid):
+    """``value`` as Megatron-core before 0.14 stored a tensor of flat shards: a grid of the ranks' parts, each flat."""
+    parts = value
+    for dim, cells in enumerate(grid):
+        shape = parts.shape
+        at = 2 * dim
+        parts = parts.reshape(*shape[:at], cells, shape[at] // cells, *shape[at + 1 :])
+    dims = len(grid)
+    return parts.transpose([*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)]).reshape(*grid, -1)
+
+
+def test_open_dcp_flat_shards_get_their_shape_back(tmp_path):
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    whole = with_moments(core(m, p))
+    state, shapes = {}, {}
+    for name, value in whole.items():
+        if not name.startswith("optimizer."):
+            state[name] = value
+            continue
+        # Layers are stacked; columns are split over two ranks, where a matrix has even ones.
+        grid = [m["num_layers"] if ".layers." in name and dim == 0 else 1 for dim in range(value.ndim)]
+        grid[-1] *= 2 if value.ndim > 1 and value.shape[-1] % 2 == 0 else 1
+        state[name], shapes[name] = flattened(value, grid), value.shape
+    save(tmp_path / "c", state, {"args": arguments(m), "iteration": 7})
+    path = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 - of this test
+    metadata.mcore_data = {
+        name: {"nd_reformulated_orig_global_shape": tuple(shape)} for name, shape in shapes.items()
+    } | {"model": {}}
+    path.write_bytes(pickle.dumps(metadata))
+    found, _ = open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
+    assert same(found, p)
+    p = native_checkpoints.true_rows(m["vocab_size"], p)
+    assert all(np.array_equal(load_array(found, f"{name}.exp_avg"), 2 * value) for name, value in p.items())
+    name = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
+    for wrong in ((7, 5), (3, 40, 17), (0, 0, 0), ()):
+        metadata.mcore_data[name] = {"nd_reformulated_orig_global_shape": wrong}
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CorruptError, match="cannot have the shape"):
+            open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
+
+
+def test_open_dcp_common_state_is_an_object(tmp_path):
+    """Releases without ``common.pt`` store its contents as ``common_state``."""
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    state = {name: torch.from_numpy(value) for name, value in core(m, p).items()}
+    state["common_state/shard_0_1"] = [{"args": arguments(m), "iteration": 9, "checkpoint_version": 3.0}]
+    # As the planner of Megatron-core, which stores a list of one object as it is.
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner)
+    found, _ = open_checkpoint(tmp_path / "c")
+    assert found.manifest["step"] == 9
+    assert dict(found.manifest["model"]) == m
+    assert same(found, p)
 
 
 def test_open_dcp_names_of_transformers_and_meta(tmp_path):

@@ -1,0 +1,227 @@
+"""New directories in object stores: multipart uploads in bounded memory, and nothing that looks complete before it is.
+
+An object store has no rename, so the steps differ from those of :mod:`.directory`::
+
+    mark        OUT/.dynmo-upload: readers of this project refuse OUT while it exists
+    clear       with --overwrite: the objects that were there
+    upload      parts of PART_BYTES; an object appears when its last part is committed
+    read back   by ranges, compared with the checksum of what was sent
+    markers     config.json, *.index.json, .metadata, manifest.json: other programs find a model by these
+    unmark
+
+An error or a signal aborts the open uploads and removes what was written, and the mark last. What a killed process
+leaves has the mark, and none of the files by which a model is found. A cut connection leaves the same.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from .._common.errors import UsageError
+from .directory import check_target
+from .errors import CorruptError, StorageError
+from .remote import UPLOAD_MARK, RemoteFile, RemotePath, remote_errors
+from .urls import READ_ONLY
+
+PART_BYTES = 8 << 20
+# S3 allows 10,000 parts of one object.
+MAX_PARTS = 9_000
+# While a part is sent, the buffer, its copy and that of the client exist.
+COPIES_PER_PART = 3
+MARKERS = (".metadata", "LATEST", "config.json", "latest", "latest_checkpointed_iteration.txt", "manifest.json")
+
+
+def part_bytes(num_bytes: int) -> int:
+    """Size of the parts in which an object of ``num_bytes`` is sent: ``PART_BYTES``, or more for a very large one."""
+    mebibyte = 1 << 20
+    return max(PART_BYTES, math.ceil(num_bytes / MAX_PARTS / mebibyte) * mebibyte)
+
+
+def is_marker(name: str) -> bool:
+    """Whether programs find a model by a file of this name; such files are written last."""
+    last = name.rpartition("/")[2]
+    return last in MARKERS or last.endswith(".index.json")
+
+
+class Upload:
+    """One object in the course of its upload."""
+
+    def __init__(self, path: RemotePath, num_bytes: int) -> None:
+        """Begin an upload.
+
+        Raises:
+            StorageError: there is no such bucket, or the store denies access.
+        """
+        self.path, self.part_bytes = path, part_bytes(num_bytes)
+        self.filled = 0
+        with upload_errors(path):
+            # With autocommit, fsspec would complete the object on close, also after an error.
+            self.file: Any = path.file_system().open(str(path), "wb", block_size=self.part_bytes, autocommit=False)
+
+    def write(self, payload: bytes | memoryview) -> None:
+        """Append bytes; every part but the last has exactly ``part_bytes``, as some stores require."""
+        view = memoryview(payload)
+        with upload_errors(self.path):
+            while view:
+                part = view[: self.part_bytes - self.filled]
+                self.filled = (self.filled + len(part)) % self.part_bytes
+                self.file.write(part)
+                view = view[len(part) :]
+
+    def commit(self) -> None:
+        """Send the last part; the object appears."""
+        with upload_errors(self.path):
+            self.file.close()
+            self.file.commit()
+
+    def discard(self) -> None:
+        """Abort the upload; the store drops the parts that were sent."""
+        try:
+            with upload_errors(self.path):
+                self.file.discard()
+        finally:
+            self.file.closed = True  # otherwise its destructor would send the rest
+
+
+@contextmanager
+def upload_errors(path: RemotePath) -> Iterator[None]:
+    """As ``remote_errors``, for writing: there, a missing bucket is an error of the store.
+
+    Raises:
+        StorageError: no such bucket, no credentials, access denied, or no connection.
+    """
+    try:
+        with remote_errors(path):
+            yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StorageError(f"{path}: cannot be written; there is no bucket {path.parts[1]}") from error
+
+
+class RemoteDirectory:
+    """A new directory in an object store; ``stop`` ends the threads that write to it."""
+
+    def __init__(self, target: RemotePath) -> None:
+        self.target, self.stop = target, threading.Event()
+        self.written: list[RemotePath] = []
+
+    @contextmanager
+    def upload(self, name: str, num_bytes: int) -> Iterator[Upload]:
+        """An object of the directory, which appears when the block ends without an error.
+
+        Args:
+            name: its path in the directory.
+            num_bytes: its size, from which that of the parts follows.
+        """
+        path = self.target / name
+        upload = Upload(path, num_bytes)
+        try:
+            yield upload
+            self.written.append(path)  # before the commit: the answer to it may be lost
+            upload.commit()
+        except BaseException:
+            with suppress(StorageError):
+                upload.discard()
+            raise
+
+    def write(self, name: str, payload: bytes) -> None:
+        """Write a small object."""
+        with self.upload(name, len(payload)) as upload:
+            upload.write(payload)
+
+    def remove(self, paths: Iterable[RemotePath]) -> None:
+        """Remove objects, those that exist."""
+        files = self.target.file_system()
+        for path in paths:
+            with upload_errors(path), suppress(FileNotFoundError):
+                files.rm_file(str(path))
+
+    def refresh(self) -> None:
+        """Forget cached listings of the directory."""
+        self.target.file_system().invalidate_cache()
+
+
+def check_output(target: Path, source: Path, *, overwrite: bool, need_bytes: int) -> None:
+    """As ``check_target`` for a local directory, as ``check_remote_target`` for an address.
+
+    Args:
+        target: the new directory.
+        source: the input.
+        overwrite: an existing ``target`` is replaced.
+        need_bytes: free space that a local directory needs, in bytes.
+    """
+    if isinstance(target, RemotePath):
+        check_remote_target(target, source, overwrite=overwrite)
+    else:
+        check_target(target, source, overwrite=overwrite, need_bytes=need_bytes)
+
+
+def check_remote_target(target: RemotePath, source: Path, *, overwrite: bool) -> None:
+    """Check a new directory in an object store before anything is written.
+
+    Raises:
+        UsageError: the store is only read; ``target`` is a bucket, has objects without ``overwrite``, or is or contains
+            ``source``.
+        StorageError: the store cannot be reached or denies access.
+    """
+    if target.scheme in READ_ONLY:
+        raise UsageError(
+            f"{target}: {target.scheme}:// is only read; write a local directory and upload it with `hf upload`"
+        )
+    if len(target.parts) < 3:
+        raise UsageError(f"{target}: is a bucket; add a path below it")
+    if isinstance(source, RemotePath) and (source.is_relative_to(target) or target.is_relative_to(source)):
+        raise UsageError(f"{target}: overlaps the input {source}; choose another address")
+    mark = target / UPLOAD_MARK
+    if overwrite:
+        return
+    if mark.info(refresh=True) is not None:
+        raise UsageError(f"{target}: an upload to this address is running or was cut; replace it with --overwrite")
+    if target.exists():
+        raise UsageError(f"{target}: exists; choose another address, or replace it with --overwrite")
+
+
+@contextmanager
+def new_remote_directory(target: RemotePath) -> Iterator[RemoteDirectory]:
+    """A directory in an object store that is marked as incomplete until the block ends without an error.
+
+    Objects that are there are removed first. After an error or a signal, nothing stays.
+
+    Raises:
+        StorageError: the store cannot be reached, denies access, or has no such bucket.
+    """
+    directory = RemoteDirectory(target)
+    mark = target / UPLOAD_MARK
+    try:
+        directory.write(UPLOAD_MARK, b"This upload is running or was cut.\n")
+        directory.refresh()
+        before = [path for path in target.rglob("*") if path.is_file()]
+        if (whole := target.info()) is not None and whole["type"] == "file":
+            before.append(target)
+        # Markers first: from then on no other program takes what remains for a model.
+        directory.remove(sorted(before, key=lambda path: not is_marker(path.name)))
+        yield directory
+        directory.remove([mark])
+        directory.refresh()
+    except BaseException:
+        directory.stop.set()
+        with suppress(StorageError, CorruptError):
+            others = [path for path in directory.written if path != mark]
+            directory.remove(sorted(others, key=lambda path: not is_marker(path.name)))
+            directory.remove([mark])
+        directory.refresh()
+        raise
+
+
+def stored_crc32(path: RemotePath, step_bytes: int = PART_BYTES) -> tuple[int, int]:
+    """Number of bytes of an object, and their CRC-32, read by ranges of ``step_bytes``."""
+    file = RemoteFile(path, threading.local())
+    checksum = 0
+    for begin in range(0, file.num_bytes, step_bytes):
+        checksum = zlib.crc32(file.fetch(begin, begin + step_bytes), checksum)
+    return file.num_bytes, checksum

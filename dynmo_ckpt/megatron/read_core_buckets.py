@@ -1,0 +1,261 @@
+"""The state of Megatron-core's distributed optimizer in the flat forms of a distributed checkpoint.
+
+The weights there are whole tensors, but each model-parallel rank has flat buffers of its own parts of them::
+
+    dp_reshardable            tensors   ...dp_group_idx_D.gbuf_idx_G.dtype_T.bucket_idx_B.{param,exp_avg,exp_avg_sq}
+    fully_sharded_bucket_space          the same, its name before 0.14
+    dp_zero_gather_scatter    objects   ...dp_group_idx_D.param_state, with the contents of a ``distrib_optim.pt``
+
+``D`` is the rank in the model-parallel group: ``pipeline rank * tensor size + tensor rank``; ``G`` is the virtual
+chunk. So the weights are cut into the parts of each rank, the layout of its buffers is found as for legacy files
+(:mod:`.read_distributed_optimizer`), and the parts of the state are merged as the ranks of a legacy checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..io.errors import CorruptError, UnsupportedError
+from ..maps.name_map import layout_of, load_map, to_foreign
+from ..tensors.views import Tensor
+from ..torch_save.reader import TorchFile
+from .read import HEAD_COPY, LAYER_NAME, OUTPUT_LAYER, STATE_KINDS, WORD_TABLE, MegatronCheckpoint
+from .read_distributed_optimizer import KINDS, place_buffer, read_world
+
+BUCKET = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})\.dtype_([^/]{1,100})\.bucket_idx_(\d{1,6})"
+    r"\.(param|exp_avg|exp_avg_sq)"
+)
+GATHERED = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,6})\.param_state/shard_0_1")
+FLAT_KINDS = "dp_reshardable, fully_sharded_bucket_space, dp_zero_gather_scatter"
+# The parts of a layer in the order of the module's parameters: with norms of their own, and with Transformer Engine,
+# whose norms belong to the linear layers. The attention creates its output projection first.
+_OWN_NORMS = (
+    *("input_layernorm.", "self_attention.dense.", "self_attention.query_key_value."),
+    *("post_attention_layernorm.", "mlp.dense_h_to_4h.", "mlp.dense_4h_to_h."),
+)
+_FUSED_NORMS = (_OWN_NORMS[1], _OWN_NORMS[0], *_OWN_NORMS[2:])
+# Arguments that give stages other layers than an even division does.
+UNEVEN = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+REMEDY = (
+    "save it once more with Megatron-core and --dist-ckpt-optim-fully-reshardable, or convert the weights alone with "
+    "--no-optimizer"
+)
+Stage = dict[str, list[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatState:
+    """The flat state of a checkpoint.
+
+    Attributes:
+        path: of the checkpoint, for messages.
+        buckets: tensors of ``dp_reshardable`` by name.
+        gathered: files of ``dp_zero_gather_scatter`` by model-parallel rank.
+    """
+
+    path: Path
+    buckets: Mapping[str, Tensor]
+    gathered: Mapping[int, TorchFile]
+
+
+def is_flat(names: Sequence[str]) -> bool:
+    """Whether ``names``, of tensors and objects, include flat optimizer state."""
+    return any(BUCKET.fullmatch(name) or GATHERED.fullmatch(name) for name in names)
+
+
+def read_flat(
+    flat: FlatState, whole: MegatronCheckpoint, tables: Mapping[str, Tensor], args: Mapping[str, Any]
+) -> dict[str, list[Stage]]:
+    """The optimizer state of each kind as stages of tensor-parallel ranks, for ``assemble_state``.
+
+    Args:
+        flat: the state.
+        whole: the weights under DynMo's names.
+        tables: the stored word table and head by canonical name, each of the shape ``[padded vocabulary, hidden]``.
+        args: Megatron's arguments.
+
+    Raises:
+        UnsupportedError: experts, uneven stages, several types of weights, or an unknown layout.
+        CorruptError: missing ranks, or buffers that contradict each other.
+    """
+    sizes = [
+        _size(flat.path, args, name, default)
+        for name, default in (("tensor_model_parallel_size", 1), ("pipeline_model_parallel_size", 1))
+    ]
+    chunks = _grid(flat.path, whole, tables, args, *sizes)
+    found: dict[str, list[Stage]] = {kind: [] for kind in STATE_KINDS}
+    groups = _groups(flat, sizes[0] * sizes[1], len(chunks) // sizes[1])
+    for number, ranks in enumerate(chunks):
+        virtual, stage = divmod(number, sizes[1])
+        placed = [
+            _place(flat, groups, stage * sizes[0] + rank, virtual, chunk, args) for rank, chunk in enumerate(ranks)
+        ]
+        for kind in STATE_KINDS:
+            found[kind].append({name: [each[kind][name] for each in placed] for name in ranks[0]})
+    return found
+
+
+def _size(path: Path, args: Mapping[str, Any], name: str, default: int) -> int:
+    value = args.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 20:
+        raise CorruptError(f"{path}: the argument {name} must be a positive integer")
+    return value
+
+
+def _grid(
+    path: Path,
+    whole: MegatronCheckpoint,
+    tables: Mapping[str, Tensor],
+    args: Mapping[str, Any],
+    tensor_size: int,
+    pipeline_size: int,
+) -> list[list[dict[str, Tensor]]]:
+    """The weights ``[chunk in layer order][tensor rank]`` by canonical name, with the shapes that the ranks have."""
+    model = whole.model
+    uneven = [name for name in UNEVEN if args.get(name)]
+    num_layers = model["num_layers"]
+    # A virtual size is stored where it was set; older releases store the layers of a chunk alone.
+    per_chunk = args.get("num_layers_per_virtual_pipeline_stage")
+    virtual = args.get("virtual_pipeline_model_parallel_size") or (
+        num_layers // (pipeline_size * per_chunk) if isinstance(per_chunk, int) and per_chunk > 0 else 1
+    )
+    virtual = _size(path, {"virtual_pipeline_model_parallel_size": virtual}, "virtual_pipeline_model_parallel_size", 1)
+    count = pipeline_size * virtual
+    if (uneven and count > 1) or num_layers % count or model.get("num_experts"):
+        reason = ", ".join(uneven) or (
+            "experts" if model.get("num_experts") else f"{num_layers} layers on {count} stages"
+        )
+        raise UnsupportedError(f"{path}: flat optimizer buckets with {reason} are not supported; {REMEDY}")
+    layout = layout_of(load_map(f"legacy_{model['family']}", "2"), model, foreign_vocab_size=model["padded_vocab_size"])
+    stored = {item.name: item.content for item in whole.tensors}
+    share = num_layers // count
+    result: list[list[dict[str, Tensor]]] = [[] for _ in range(count)]
+    for rank in range(tensor_size):
+        mapped = {
+            each.name: each.content.merge_dims(each.shape)
+            for each in to_foreign(layout, stored, whole.ties, {}, rank=rank, ranks=tensor_size)
+        }
+        for name, table in tables.items():
+            rows = table.shape[0] // tensor_size
+            mapped[name] = table.narrow(0, rank * rows, (rank + 1) * rows)
+        for number in range(count):
+            result[number].append(_chunk(mapped, number, share, is_last=number == count - 1))
+    return result
+
+
+def _chunk(mapped: Mapping[str, Tensor], number: int, share: int, *, is_last: bool) -> dict[str, Tensor]:
+    """The weights of one chunk of ``share`` layers; a last one apart from the embedding has a copy of a tied table."""
+    found = {}
+    for name, tensor in mapped.items():
+        match = LAYER_NAME.match(name)
+        is_first_only = name.startswith("language_model.embedding.")
+        if match is not None:
+            is_here = number * share <= int(match[2]) < (number + 1) * share
+        else:
+            is_here = number == 0 if is_first_only else is_last
+        if is_here:
+            found[name] = tensor
+    if is_last and number and OUTPUT_LAYER not in mapped:
+        found[HEAD_COPY] = mapped[WORD_TABLE]
+    return found
+
+
+def _groups(flat: FlatState, ranks: int, chunks: int) -> dict[tuple[int, int], dict[str, list[Tensor]]]:
+    """The buckets of each model-parallel rank and chunk by kind; empty for gathered state.
+
+    Raises:
+        CorruptError: ranks are missing, or a bucket is.
+        UnsupportedError: weights of several types.
+    """
+    found: dict[tuple[int, int], dict[str, dict[int, Tensor]]] = {}
+    types: dict[tuple[int, int], str] = {}
+    for name, tensor in flat.buckets.items():
+        match = BUCKET.fullmatch(name)
+        if match is None:
+            continue
+        key = int(match[1]), int(match[2])
+        if types.setdefault(key, match[3]) != match[3]:
+            raise UnsupportedError(f"{flat.path}: a buffer has weights of several types; {REMEDY}")
+        if tensor.dtype != "F32" or len(tensor.shape) != 1:
+            raise UnsupportedError(f"{flat.path}: {name}: must be a flat float32 tensor; {REMEDY}")
+        found.setdefault(key, {}).setdefault(KINDS[match[5]], {})[int(match[4])] = tensor
+    listed = set(flat.gathered) if flat.gathered else {rank for rank, _ in found}
+    if listed != set(range(ranks)):
+        raise CorruptError(f"{flat.path}: has the optimizer state of the ranks {sorted(listed)[:9]}, expected {ranks}")
+    if found and set(found) != {(rank, chunk) for rank in range(ranks) for chunk in range(chunks)}:
+        raise UnsupportedError(f"{flat.path}: has other buffers than {chunks} for each rank; {REMEDY}")
+    result = {}
+    for key, kinds in found.items():
+        shapes = {tuple(sorted((n, tensor.shape) for n, tensor in kinds.get(kind, {}).items())) for kind in STATE_KINDS}
+        numbers = sorted(kinds.get("master", {}))
+        if len(shapes) != 1 or numbers != list(range(len(numbers))):
+            raise CorruptError(
+                f"{flat.path}: buffer {key[1]} of rank {key[0]}: a bucket of weights or moments is missing"
+            )
+        result[key] = {kind: [kinds[kind][n] for n in numbers] for kind in STATE_KINDS}
+    return result
+
+
+def _place(
+    flat: FlatState,
+    groups: Mapping[tuple[int, int], Mapping[str, list[Tensor]]],
+    rank: int,
+    virtual: int,
+    chunk: Mapping[str, Tensor],
+    args: Mapping[str, Any],
+) -> Mapping[str, Mapping[str, Tensor]]:
+    """The state of one chunk of one model-parallel rank, by kind and name."""
+    for ordered in _orders(chunk):
+        if flat.gathered:
+            placed = _gathered(flat.gathered[rank], virtual, ordered, args)
+        else:
+            flats = groups[rank, virtual]
+            lengths = [each.shape[0] for each in flats["master"]]
+            # Before 0.14, a bucket has the padding for its replicas; since then it ends with its last parameter.
+            placed = place_buffer(flats, ordered, args, lengths) or place_buffer(flats, ordered, args, None)
+        if placed is not None:
+            return placed
+    raise UnsupportedError(
+        f"{flat.path}: flat optimizer state of the model-parallel rank {rank}: no known order of {len(chunk)} weights "
+        f"rounds to them; {REMEDY}"
+    )
+
+
+def _orders(chunk: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    for parts in (_OWN_NORMS, _FUSED_NORMS):
+
+        def key(name: str, parts: Sequence[str] = parts) -> tuple[int, int, int, bool]:
+            match = LAYER_NAME.match(name)
+            if match is None:
+                return (0 if name.startswith("language_model.embedding.") else 2, 0, 0, False)
+            rest = name[match.end() :]
+            at = next((i for i, part in enumerate(parts) if rest.startswith(part)), len(parts))
+            return 1, int(match[2]), at, rest.endswith(".bias")
+
+        yield {name: chunk[name] for name in sorted(chunk, key=key)}
+
+
+def _gathered(
+    file: TorchFile, virtual: int, chunk: Mapping[str, Tensor], args: Mapping[str, Any]
+) -> dict[str, dict[str, Tensor]] | None:
+    """The state of one chunk in the contents of a ``distrib_optim.pt``; None where no layout fits."""
+    tree = file.tree[0] if isinstance(file.tree, list) and len(file.tree) == 1 else file.tree
+    if not isinstance(tree, dict) or virtual not in tree:
+        raise CorruptError(f"{file.path}: has no optimizer state of the chunk {virtual}")
+    # As the only chunk of a file: the order of the parameters may differ from chunk to chunk.
+    lengths = tree.get("per_bucket_numel_unpadded")
+    own = {"per_bucket_numel_unpadded": lengths[virtual : virtual + 1]} if isinstance(lengths, list) else {}
+    part = TorchFile(path=file.path, tree={**own, 0: tree[virtual]}, storages=file.storages)
+    try:
+        found = read_world(part, [chunk], args)
+    except UnsupportedError:
+        return None
+    return {kind: {name: tensor for (_, name), tensor in each.items()} for kind, each in found.items()}
