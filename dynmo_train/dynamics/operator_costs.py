@@ -39,7 +39,7 @@ from ..models.gpt import Gpt, GptShape
 from ..models.hashed_attention import FLEX_TILE, SMALLEST_TILE
 from ..models.layer_list import ItemOutput, masks_of
 from ..models.mixture_of_depths import DepthSettings
-from ..models.moe import MoeShape
+from ..models.moe_shape import MoeShape
 from ..models.sparse_formats import BLOCK, CSR, SEMI_STRUCTURED, TRANSPOSABLE, SparseTable, prefix_of
 from ..models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from .tuning import forms_of, mask_with, timed

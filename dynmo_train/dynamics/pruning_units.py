@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..models.blocks import FeedForward, SelfAttention
+from ..models.blocks import SelfAttention
+from ..models.feed_forward import FeedForward
 from ..models.latent_attention import LatentAttention
 from ..models.linear import PrunableLinear
 from ..models.sparse_formats import BLOCK_SIZE

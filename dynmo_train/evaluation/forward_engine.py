@@ -34,8 +34,8 @@ from .._common.errors import UsageError
 from ..config.evaluation import InferenceConfig
 from ..data.batch import Batch
 from ..formats.checkpoint import Checkpoint
-from ..models.blocks import join_gated_layers
 from ..models.early_exit import EXITED
+from ..models.feed_forward import join_gated_layers
 from ..models.layer_list import (
     EXPERT_BIAS,
     HIDDEN,

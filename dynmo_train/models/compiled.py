@@ -35,10 +35,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .._common.errors import UsageError
 from ..parallel.random_stream import draws_from_generator
 from .bert_tasks import BertTaskHead
-from .blocks import Embedding, FeedForward, Mlp, SelfAttention
+from .blocks import Embedding, SelfAttention
 from .cross_attention import CrossAttention
 from .documents import PackedEmbedding
 from .early_exit import ActiveTokens, Exit
+from .feed_forward import FeedForward, Mlp
 from .head import Head
 from .ict import Pooler, TowerEmbedding
 from .linear import PrunableLinear

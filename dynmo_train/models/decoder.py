@@ -29,7 +29,7 @@ from .gated import ClampedSwiglu
 from .head import Head
 from .latent_attention import LatentAttention, LatentShape
 from .layer_list import ItemSpec
-from .moe import MoeShape
+from .moe_shape import MoeShape
 from .multi_token import PREFIX, PredictionLayer, prediction_items, prediction_ties
 from .norms import RmsNorm, RmsNorm1p
 from .positions import Rotary

@@ -41,8 +41,9 @@ from torch import nn
 
 from ..parallel.random_stream import shared_normal
 from . import grouped_linear
-from .blocks import Mlp, SelfAttention
+from .blocks import SelfAttention
 from .cross_entropy import chunk_tokens_for
+from .feed_forward import Mlp
 from .head import Head
 from .layer_list import ItemOutput, ItemSpec, output_of
 from .linear import dense_products_by

@@ -21,12 +21,14 @@ import torch
 from torch import nn
 
 from ..parallel.seeding import stable_seed
-from .blocks import Embedding, Mlp, SelfAttention
+from .blocks import Embedding, SelfAttention
+from .feed_forward import Mlp
 from .head import Head
 from .latent_attention import LatentShape
 from .layer_list import LOSS, ItemSpec, has_vocabulary_rows
 from .layer_list import split_dim as split_dim_of
-from .moe import MoeMlp, MoeShape
+from .moe import MoeMlp
+from .moe_shape import MoeShape
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -170,7 +172,7 @@ class Family(ABC, Generic[Shape]):
         }
 
     def mlp_options(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of ``blocks.Mlp``."""
+        """Arguments of ``feed_forward.Mlp``."""
         shape = self.shape
         return {
             "width": shape.hidden_size,

@@ -32,8 +32,9 @@ import torch
 from torch import nn
 
 from .._common.errors import MissingExtraError, UsageError
-from .blocks import FeedForward, SelfAttention
+from .blocks import SelfAttention
 from .cross_attention import CrossAttention
+from .feed_forward import FeedForward
 from .layer_list import ItemSpec
 from .linear import PrunableLinear
 

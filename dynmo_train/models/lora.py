@@ -31,7 +31,8 @@ from torch import nn
 from .._common.errors import UsageError
 from ..parallel.random_stream import item_dropout
 from ..parallel.seeding import stable_seed
-from .blocks import FeedForward, SelfAttention
+from .blocks import SelfAttention
+from .feed_forward import FeedForward
 from .layer_list import ItemSpec, ModelFamily
 from .linear import PrunableLinear
 

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..models.blocks import Embedding, join_gated_layers
+from ..models.blocks import Embedding
 from ..models.embedding_grad import PendingRows, most_pending
+from ..models.feed_forward import join_gated_layers
 from ..models.layer_list import expert_biases_of, masks_of, parameters_of
 from ..models.linear import PrunableLinear
 from ..models.sharding import experts_of

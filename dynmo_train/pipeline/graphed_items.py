@@ -26,8 +26,9 @@ from torch import nn
 from torch.func import functional_call
 
 from .._common.errors import UsageError
-from ..models.blocks import Mlp, SelfAttention
+from ..models.blocks import SelfAttention
 from ..models.cross_attention import CrossAttention
+from ..models.feed_forward import Mlp
 from ..models.layer_list import BoundaryShape, ItemSpec
 from ..models.linear import PrunableLinear
 from ..parallel.random_stream import ItemStream, drawing_from, draws_from_generator

@@ -25,7 +25,7 @@ import torch
 from dynmo_train.data.batch import Batch
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import BoundaryShape
-from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.router import RouterShape
 from dynmo_train.models.sparse_formats import BUILT_IN
 from dynmo_train.optim.lr_schedule import LearningRate

@@ -21,7 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynmo_train.models import grouped_linear
-from dynmo_train.models.moe import MoeMlp, MoeShape
+from dynmo_train.models.moe import MoeMlp
+from dynmo_train.models.moe_shape import MoeShape
 
 CALLS = 5
 Program = Callable[[torch.Tensor], torch.Tensor]

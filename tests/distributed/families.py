@@ -15,7 +15,7 @@ from dynmo_train.models.ict import CONTEXT, EMBEDDED, QUERY, Ict, IctShape
 from dynmo_train.models.latent_attention import LatentShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, ModelFamily
 from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.multi_token import PREDICTION
 from dynmo_train.models.router import RouterShape
 from dynmo_train.models.t5 import DECODER, ENCODER, T5, T5Shape

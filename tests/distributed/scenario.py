@@ -21,7 +21,7 @@ from dynmo_train.models.early_exit import EXITED
 from dynmo_train.models.float8 import Float8Settings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFamily
-from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
 from dynmo_train.models.vocabulary_family import VocabularyShardedFamily

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dynmo_train.models.balance_losses import GLOBAL, StepCounts
-from dynmo_train.models.moe import MoeShape, route
+from dynmo_train.models.moe import route
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.router import RouterShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import set_parallel_dims

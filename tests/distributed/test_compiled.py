@@ -18,7 +18,7 @@ from torch import nn
 from dynmo_train._common.errors import UsageError
 from dynmo_train.dynamics.pruning import CubicSchedule
 from dynmo_train.dynamics.pruning_units import PruningRule
-from dynmo_train.models.blocks import Mlp, SelfAttention
+from dynmo_train.models.blocks import SelfAttention
 from dynmo_train.models.compiled import (
     CompiledMethod,
     CompileSettings,
@@ -28,6 +28,7 @@ from dynmo_train.models.compiled import (
     num_compiled_graphs,
 )
 from dynmo_train.models.early_exit import ExitSettings
+from dynmo_train.models.feed_forward import Mlp
 from dynmo_train.models.head import Head
 from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.sharding import cut_item

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dynmo_train.models import grouped_linear
-from dynmo_train.models.moe import MoeMlp, MoeShape
+from dynmo_train.models.moe import MoeMlp
+from dynmo_train.models.moe_shape import MoeShape
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in grouped_linear.FAST_CAPABILITIES,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dynmo_train.models import cross_entropy
-from dynmo_train.models.blocks import FeedForward
+from dynmo_train.models.feed_forward import FeedForward
 from dynmo_train.models.gated import are_stacked
 from dynmo_train.models.norms import RmsNorm
 from dynmo_train.models.positions import Rotary

@@ -15,7 +15,7 @@ from dynmo_train.models.kv_cache import DecodingCache
 from dynmo_train.models.latent_attention import LatentShape
 from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.router import RouterShape
 from tests.parity.item_stream import OF_LOGITS, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 

@@ -7,7 +7,8 @@ import torch
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from dynmo_train.models.moe import MoeShape, route
+from dynmo_train.models.moe import route
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.router import RouterShape
 
 

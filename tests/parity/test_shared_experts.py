@@ -12,7 +12,7 @@ from dynmo_ckpt.native.checkpoint import open_native
 from dynmo_ckpt.operations.reference_model import model_logits
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.moe_shape import MoeShape
 from tests.parity.item_stream import build_all, parameters, run
 from tests.unit.dynmo_ckpt import native_checkpoints
 

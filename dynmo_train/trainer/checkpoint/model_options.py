@@ -27,7 +27,7 @@ from ...models.bert import BertShape
 from ...models.decoder import DecoderShape
 from ...models.ict import IctShape
 from ...models.latent_attention import LatentShape
-from ...models.moe import SINKHORN, MoeShape
+from ...models.moe_shape import SINKHORN, MoeShape
 from ...models.registry import CAUSAL
 from ...models.t5 import T5Shape
 from .load_checkpoint import foreign_kind, has_native_checkpoint

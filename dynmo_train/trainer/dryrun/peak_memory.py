@@ -24,7 +24,8 @@ from ...models.blocks import Embedding
 from ...models.embedding_grad import PendingRows, most_pending
 from ...models.float8 import float8_items, operand_bytes
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, vocabulary_rows
-from ...models.moe import BALANCED, MoeMlp
+from ...models.moe import MoeMlp
+from ...models.moe_shape import BALANCED
 from ...models.multi_token import PredictionLayer
 from ...models.sharding import cut_item, join_context
 from ...models.vocabulary_family import VocabularyShardedFamily

@@ -9,7 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dynmo_train.models.balance_losses import AUX, GLOBAL, SEQUENCE, StepCounts
-from dynmo_train.models.moe import MoeMlp, MoeShape, route
+from dynmo_train.models.moe import MoeMlp, route
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.router import RouterShape
 
 EXPERTS, TOP_K = 4, 2

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from dynmo_train.models.blocks import Mlp
 from dynmo_train.models.compiled import (
     CompileSettings,
     compile_item,
@@ -12,6 +11,7 @@ from dynmo_train.models.compiled import (
     num_compiled_graphs,
 )
 from dynmo_train.models.documents import PackedAttention, PackedEmbedding
+from dynmo_train.models.feed_forward import Mlp
 
 META = torch.device("meta")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynmo_train.models.blocks import ACTIVATIONS, FeedForward, Mlp, join_gated_layers
+from dynmo_train.models.feed_forward import ACTIVATIONS, FeedForward, Mlp, join_gated_layers
 from dynmo_train.models.gated import GATED, ClampedSwiglu, are_stacked, gated_activation, join_gated, stack
 from dynmo_train.models.linear import PrunableLinear
 from dynmo_train.models.sparse_formats import BUILT_IN, SparseTable

@@ -15,7 +15,8 @@ from dynmo_train.models.latent_attention import LatentShape
 from dynmo_train.models.layer_list import output_of
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.models.moe import MoeShape, counting_layers
+from dynmo_train.models.moe import counting_layers
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.router import RouterShape
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dynmo_train.models import grouped_linear
-from dynmo_train.models.moe import MoeMlp, MoeShape, route
+from dynmo_train.models.moe import MoeMlp, route
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.router import RouterShape
 from dynmo_train.pipeline.stage_module import save_products
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dynmo_train.models.moe import MoeMlp, MoeShape
+from dynmo_train.models.moe import MoeMlp
 from dynmo_train.models.moe_routing import balanced_assignment, expert_choice, sinkhorn
+from dynmo_train.models.moe_shape import MoeShape
 
 CPU = torch.device("cpu")
 

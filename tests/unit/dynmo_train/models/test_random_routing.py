@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dynmo_train.config import config_of
-from dynmo_train.models.moe import MoeMlp, MoeShape
+from dynmo_train.models.moe import MoeMlp
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.registry import family_of
 
 WIDTH = 8

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from dynmo_train.models.moe import MoeMlp, MoeShape, route
+from dynmo_train.models.moe import MoeMlp, route
 from dynmo_train.models.moe_dispatch import return_rows
+from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.models.router import RouterShape, within_groups
 
 EXPERTS = 8

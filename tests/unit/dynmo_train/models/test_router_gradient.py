@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dynmo_train.config import DefaultContext, config_of, validate
-from dynmo_train.models.moe import MoeMlp, MoeShape
+from dynmo_train.models.moe import MoeMlp
+from dynmo_train.models.moe_shape import MoeShape
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 WIDTH, EXPERTS = 8, 4
