@@ -52,7 +52,7 @@ def settings_of(config: Config) -> LoraSettings | None:
     Raises:
         UsageError: a target is not a projection of the model.
     """
-    from ..models.gated import GATED
+    from ..config.schema import GATED_ACTIVATIONS
     from ..models.lora import LoraSettings, targets_of
 
     options, model = config.options_of(LoraConfig), config.model
@@ -63,7 +63,7 @@ def settings_of(config: Config) -> LoraSettings | None:
         rank=options.lora_rank,
         alpha=options.lora_alpha or 2.0 * options.lora_rank,
         dropout=options.lora_dropout,
-        targets=targets_of(options.lora_target_modules, gated=model.activation in GATED, experts=experts),
+        targets=targets_of(options.lora_target_modules, gated=model.activation in GATED_ACTIVATIONS, experts=experts),
     )
 
 

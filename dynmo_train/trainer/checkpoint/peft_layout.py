@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..._common.errors import UsageError
-from ...models.gated import GATED
+from ...config.schema import GATED_ACTIVATIONS
 from ...models.lora import LoraSettings
 
 Modules = Mapping[str, tuple[str, ...]]
@@ -75,7 +75,7 @@ def layout_of(model: Mapping[str, Any], source: Mapping[str, Any] | None) -> Pef
     Raises:
         UsageError: no architecture of transformers has these adapters.
     """
-    if model["activation"] not in GATED:
+    if model["activation"] not in GATED_ACTIVATIONS:
         is_plain = all(model.get(name, value) == value for name, value in GPT2_FIELDS.items())
         if model["family"] != "gpt" or not is_plain or any(model.get(name) for name in GPT2_ABSENT):
             raise UsageError(
