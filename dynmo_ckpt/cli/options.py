@@ -21,7 +21,7 @@ from .._common.document import (
 from .._common.errors import UsageError
 from .._common.panel import Panel
 from ..converters import BUILTIN
-from ..formats.choices import AUTO, Dtype, ReadOptions, ReplicaPolicy, WriteOptions
+from ..formats.choices import AUTO, Dtype, ReadOptions, ReplicaPolicy, SparseFormat, WriteOptions
 from ..io.remote import parse_location
 
 if TYPE_CHECKING:
@@ -206,6 +206,10 @@ Sparse = Annotated[
         rich_help_panel=Panel("Reading", rare=True),
     ),
 ]
+SparseLayout = Annotated[
+    SparseFormat | None,
+    typer.Option("--sparse-format", help="Compress pruned linear weights of --to hf; default: zeros."),
+]
 Version = Annotated[
     float,
     typer.Option(
@@ -323,6 +327,7 @@ class ExportOptions:
     tokenizer: Tokenizer = None
     max_shard_size: ShardSize = None
     dtype: WeightType = Dtype.KEEP
+    sparse_format: SparseLayout = None
     checkpoint_version: Version = 3.0
 
     def write_options(self, topology: TopologyOptions) -> WriteOptions:
@@ -340,6 +345,7 @@ class ExportOptions:
             checkpoint_version=self.checkpoint_version,
             tokenizer=self.tokenizer,
             max_shard_bytes=None if self.max_shard_size is None else parse_bytes(self.max_shard_size),
+            sparse_format=self.sparse_format,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from ..formats.choices import ReadOptions, WriteOptions
 from ..huggingface.deepseek import prediction_layers
 from ..huggingface.files import (
     DTYPE_NAMES,
+    output_tensors,
     plan_files,
     read_config,
     read_generation_config,
@@ -23,7 +24,7 @@ from ..huggingface.source_config import export_config, export_generation_config,
 from ..io.errors import UnsupportedError
 from ..maps.name_map import layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
-from ..tensors.copy_plan import ExportPlan
+from ..tensors.copy_plan import ExportPlan, OutputTensor
 from ..tensors.views import Tensor
 from .assemble import check_model, from_map, model_from_config
 from .registry import CheckpointFormat
@@ -82,10 +83,13 @@ def _tensors(
 def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     """Plan a Hugging Face directory of the architecture of transformers that computes the model.
 
-    Masks become zeros in the weights; the optimizer state is left out.
+    Masks become zeros in the weights; the optimizer state is left out. With ``sparse_format`` the weights are read to
+    count their zeros.
 
     Raises:
-        UnsupportedError: no architecture computes the model, a tensor has no map, or weights have several types.
+        CorruptError: a file ends early.
+        UnsupportedError: no architecture computes the model, a tensor has no map, weights have several types, or do
+            not fit ``sparse_format``.
     """
     manifest = checkpoint.manifest
     model, ties = manifest["model"], manifest["ties"]
@@ -106,9 +110,18 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     inside = checkpoint.directory / "tokenizer"
     tokenizer = options.tokenizer or (inside if inside.is_dir() else checkpoint.directory)
     copied, end = tokenizer_files(tokenizer, model["vocab_size"], model["max_position_embeddings"])
-    files = tuple(plan_files(mapped, options.max_shard_bytes or MAX_SHARD_BYTES, dtype, buffers))
+    tensors: Sequence[OutputTensor] = output_tensors(mapped, dtype, buffers)
+    sparse = None
+    if options.sparse_format is not None:
+        from ..huggingface.sparse_export import sparse_tensors  # imports numpy, which other plans do not need
+
+        sparse = sparse_tensors(mapped, tensors, options.sparse_format, name)
+        tensors = sparse.tensors
+    files = tuple(plan_files(tensors, options.max_shard_bytes or MAX_SHARD_BYTES))
     computed = hf_config(model, DTYPE_NAMES[dtype], end, preferred)
     config = with_class_names(export_config(source, model, computed), manifest)
+    if sparse is not None:
+        config = {**config, QUANTIZATION_KEY: dict(sparse.config)}
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     if model["family"] == "t5":
         generation["decoder_start_token_id"] = end
@@ -128,6 +141,8 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
         "eos_token_id": config.get("eos_token_id"),
         "optimizer_tensors_left_out": len(checkpoint.names("optimizer")),
     }
+    if sparse is not None:
+        decisions |= {"sparse_weights": sparse.compressed, "dense_linear_weights": sparse.dense}
     if name == "megatron-bert" and model["activation"] != "gelu":
         decisions["differs"] = "transformers applies the MLP's activation in the head too; DynMo applies the exact GELU"
     return ExportPlan(files=files, small_files=small, decisions=decisions)

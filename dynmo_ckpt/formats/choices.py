@@ -35,6 +35,13 @@ class Dtype(StrEnum):
         return {"fp32": "F32", "fp16": "F16", "bf16": "BF16", **BLOCK_TYPES}.get(self.value)
 
 
+class SparseFormat(StrEnum):
+    """Layouts of pruned weights, as compressed-tensors names them."""
+
+    SPARSE_24 = "sparse-24-bitmask"
+    UNSTRUCTURED = "sparse-bitmask"
+
+
 class ReplicaPolicy(StrEnum):
     """What to do where replicas of a tensor differ."""
 
@@ -93,6 +100,7 @@ class WriteOptions:
         checkpoint_version: version of a legacy Megatron checkpoint.
         tokenizer: a directory with the tokenizer's files; None takes those of the input.
         max_shard_bytes: size of the largest weight file, in bytes; None is the default of the format.
+        sparse_format: the layout of pruned linear weights of a Hugging Face directory; None writes zeros.
     """
 
     dtype: str | None = None
@@ -104,3 +112,4 @@ class WriteOptions:
     checkpoint_version: float = 3.0
     tokenizer: Path | None = None
     max_shard_bytes: int | None = None
+    sparse_format: SparseFormat | None = None

@@ -142,18 +142,15 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
     return tensors
 
 
-def plan_files(
-    mapped: Sequence[MappedTensor], shard_bytes: int, dtype: str, buffers: Collection[str] = ()
-) -> list[SafetensorsFile]:
-    """The weight files: one ``model.safetensors``, or numbered files of at most ``shard_bytes`` each.
+def output_tensors(mapped: Sequence[MappedTensor], dtype: str, buffers: Collection[str] = ()) -> list[OutputTensor]:
+    """The tensors of a directory in the order of ``mapped``.
 
     Args:
         mapped: the tensors under the names of transformers; pruned elements become zero.
-        shard_bytes: size of the largest file, in bytes.
         dtype: the type to write, as in safetensors.
         buffers: native names of tensors that keep their type: the biases of experts are float32 in every model.
     """
-    tensors = [
+    return [
         OutputTensor(
             key=m.name,
             shape=m.shape,
@@ -163,6 +160,15 @@ def plan_files(
         )
         for m in mapped
     ]
+
+
+def plan_files(tensors: Sequence[OutputTensor], shard_bytes: int) -> list[SafetensorsFile]:
+    """The weight files: one ``model.safetensors``, or numbered files of at most ``shard_bytes`` each.
+
+    Args:
+        tensors: in the order in which they fill the files.
+        shard_bytes: size of the largest file, in bytes.
+    """
     groups = shard_by_size(tensors, shard_bytes)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     # transformers looks for this name first, and needs no index then.

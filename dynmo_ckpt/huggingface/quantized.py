@@ -1,4 +1,4 @@
-"""Quantized weights of Hugging Face directories: the layouts that are read, and which tensors belong to them.
+"""Quantized and sparse weights of Hugging Face directories: the layouts that are read, and their tensors.
 
 ========  =======================================  ==============================================================
 method    tensors of a module                      value
@@ -7,6 +7,7 @@ fp8       weight, weight_scale_inv                 float8 code times the scale o
 mxfp4     NAME_blocks, NAME_scales                 float4 code times 2^(scale - 127), of 32 values along the input
 gptq      qweight, qzeros, scales, g_idx           (code - zero point) * scale of the input's group
 awq       qweight, qzeros, scales                  as GPTQ, with 4 bits packed along the output in another order
+compr.    shape, compressed, bitmask, row_offsets  pruned weights of compressed-tensors (:mod:`.bitmask`)
 ========  =======================================  ==============================================================
 
 The weights become tensors under their plain names that are computed while they are read (:mod:`.dequantize`), in the
@@ -23,15 +24,22 @@ from typing import Any
 
 from .._common.document import short_repr
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
+from ..io.reading import open_sources
 from ..io.safetensors import QUANTIZED_BYTES
-from ..tensors.computed import computed_tensor
+from ..tensors.computed import arrays_of, bits_of, computed_tensor
 from ..tensors.views import Tensor, View
+from .bitmask import GROUP, BitmaskRows
 from .dequantize import AwqRows, BlockScaledRows, GptqRows, MicroscaledRows
 
 KEY = "quantization_config"
-METHODS = ("fp8", "mxfp4", "gptq", "awq")
+SPARSE = "compressed-tensors"
+METHODS = ("fp8", "mxfp4", "gptq", "awq", SPARSE)
 TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 FLOATS = ("F32", "F16", "BF16")
+SPARSE_FORMATS = ("sparse-24-bitmask", "sparse-bitmask", "dense")
+_SPARSITY_KEYS = (
+    *("format", "targets", "ignore", "global_sparsity", "sparsity_structure", "registry_requires_subclass"),
+)
 GPTQ_BITS = (2, 3, 4, 8)
 AWQ_BITS = 4
 # Keys that do not change the numbers in the files: how they were found, and which kernel computes with them.
@@ -64,6 +72,7 @@ _LAYOUT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "dynamic": (),
     },
     "awq": {"version": ("gemm", "GEMM", None), "zero_point": (True,)},
+    SPARSE: {"version": (), "sparsity_config": (), "ignore": (), "format": ("dense", None), "config_groups": ()},
 }
 
 
@@ -124,6 +133,8 @@ def quantization_of(config: Mapping[str, Any], ignored: Sequence[str] = ()) -> Q
             f"--ignore-config {KEY}.KEY ignores it"
         )
     _check_numbers(method, found)
+    if method == SPARSE:
+        _check_sparsity(found, ignored)
     dtype = TYPES.get(str(config.get("dtype") or config.get("torch_dtype")))
     return Quantization(method=method, config=found, dtype=dtype, transposed=config.get("model_type") == "gpt2")
 
@@ -152,6 +163,32 @@ def _check_numbers(method: str, config: Mapping[str, Any]) -> None:
         raise CorruptError(f"config.json: {KEY}.weight_block_size {short_repr(block)}: must be two positive integers")
 
 
+def _check_sparsity(config: Mapping[str, Any], ignored: Sequence[str]) -> None:
+    if config.get("config_groups"):
+        raise UnsupportedError(
+            f"config.json: {KEY}.config_groups: of {SPARSE}, weights that are sparse and not quantized are read; "
+            "dequantize the weights with the program that wrote them"
+        )
+    sparsity = config.get("sparsity_config")
+    if not isinstance(sparsity, dict):
+        raise CorruptError(f"config.json: {KEY}.sparsity_config must be an object, found {short_repr(sparsity)}")
+    if sparsity.get("format") not in SPARSE_FORMATS:
+        raise UnsupportedError(
+            f"config.json: {KEY}.sparsity_config.format {short_repr(sparsity.get('format'))}: must be one of "
+            f"{', '.join(SPARSE_FORMATS)}"
+        )
+    unknown = [
+        key
+        for key in sparsity
+        if key not in _SPARSITY_KEYS and not any(fnmatchcase(f"{KEY}.sparsity_config.{key}", each) for each in ignored)
+    ]
+    if unknown:
+        raise UnsupportedError(
+            f"config.json: {KEY}.sparsity_config: no rule for {short_names(unknown)}; "
+            f"--ignore-config {KEY}.sparsity_config.KEY ignores it"
+        )
+
+
 def dequantized_tensors(
     tensors: Mapping[str, Tensor], quantization: Quantization | None
 ) -> tuple[dict[str, Tensor], list[str]]:
@@ -168,7 +205,7 @@ def dequantized_tensors(
     found = dict(tensors)
     if quantization is None:
         return found, []
-    build = {"fp8": _fp8, "mxfp4": _mxfp4, "gptq": _gptq, "awq": _awq}[quantization.method]
+    build = {"fp8": _fp8, "mxfp4": _mxfp4, "gptq": _gptq, "awq": _awq, SPARSE: _sparse}[quantization.method]
     built, used = build(found, quantization)
     clashes = sorted((set(found) - used) & set(built))
     if clashes:
@@ -180,6 +217,9 @@ def dequantized_tensors(
             f"{len(unscaled)} tensors have the type {rest[unscaled[0]].dtype} and no scale: {short_names(unscaled)}"
         )
     remark = f"{len(built)} quantized weights ({quantization.method}) are dequantized while they are read"
+    if quantization.method == SPARSE:
+        layout = quantization.config["sparsity_config"]["format"]
+        remark = f"{len(built)} sparse weights ({layout}) are decompressed while they are read"
     return {**rest, **built}, [remark]
 
 
@@ -295,6 +335,62 @@ def _awq(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
         built[f"{module}.weight"] = plain.permute((1, 0)) if how.transposed else plain
         used |= set(names)
     return built, used
+
+
+def _sparse(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
+    built: dict[str, Tensor] = {}
+    used: set[str] = set()
+    layout = how.config["sparsity_config"]["format"]
+    parts = ("shape", "compressed", "bitmask", *(("row_offsets",) if layout == "sparse-bitmask" else ()))
+    if layout == "dense":
+        return built, used
+    modules = {name.rpartition(".")[0]: None for name in tensors if name.endswith(tuple(f".{part}" for part in parts))}
+    found = {module: _parts(tensors, module, [f"{module}.{part}" for part in parts]) for module in modules}
+    shapes = _stored_shapes({module: tensors[0] for module, tensors in found.items()})
+    for module, (_, compressed, bitmask, *offsets) in found.items():
+        rows, columns = shapes[module]
+        if compressed.dtype not in FLOATS:
+            raise UnsupportedError(
+                f"{short_name(module)}.compressed: has the type {compressed.dtype}; sparse weights are read with "
+                f"{', '.join(FLOATS)}"
+            )
+        is_fitting = min(rows, columns) > 0 and (bitmask.dtype, bitmask.shape) == ("U8", (rows, -(-columns // 8)))
+        if offsets:
+            is_fitting &= len(compressed.shape) == 1 and (offsets[0].dtype, offsets[0].shape) == ("I64", (rows,))
+        else:
+            is_fitting &= columns % GROUP == 0 and compressed.shape == (rows, columns // 2)
+        if not is_fitting:
+            raise CorruptError(
+                f"{short_name(module)}: the parts of a sparse weight {[rows, columns]} contradict each other: "
+                f"compressed {list(compressed.shape)}, bitmask {bitmask.dtype} {list(bitmask.shape)}"
+            )
+        compute = BitmaskRows(
+            name=module,
+            compressed=compressed,
+            bitmask=bitmask,
+            offsets=offsets[0] if offsets else None,
+            columns=columns,
+        )
+        inputs = (compressed, bitmask, *offsets)
+        name = f"{module}.weight"
+        built[name] = computed_tensor(name, compressed.dtype, (rows, columns), inputs, compute)
+        used |= {f"{module}.{part}" for part in parts}
+    return built, used
+
+
+def _stored_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """The numbers of rows and columns that files store as tensors."""
+    for module, tensor in tensors.items():
+        if tensor.dtype != "I64" or tensor.shape not in ((2,), (2, 1)):
+            raise CorruptError(
+                f"{short_name(module)}.shape: is {tensor.dtype} {list(tensor.shape)}; must be two integers of I64"
+            )
+    shapes = {}
+    with open_sources([array for tensor in tensors.values() for array in arrays_of(tensor)]) as files:
+        for module, tensor in tensors.items():
+            rows, columns = bits_of(files, tensor).reshape(-1).astype("int64").tolist()
+            shapes[module] = (rows, columns)
+    return shapes
 
 
 def _parts(tensors: Mapping[str, Tensor], what: str, names: Sequence[str]) -> list[Tensor]:

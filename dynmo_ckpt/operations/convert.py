@@ -81,6 +81,7 @@ def convert(
             target_format=output.name,
             dtype=write.dtype,
             required=check_logits is True,
+            is_compressed=write.sparse_format is not None,
         )
         settings = replace(settings, logits=check)
     if output.write is None:  # refused by check_options; narrows the type
@@ -125,7 +126,7 @@ def merge(source: Path, target: Path, *, read: ReadOptions, with_optimizer: bool
 
 
 def check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimizer: bool) -> None:
-    """Check that the output format has the topology, the weight type and the optimizer state that are requested.
+    """Check that the output format has the topology, the types of weights and the optimizer state that are requested.
 
     Raises:
         UsageError: it does not.
@@ -141,5 +142,7 @@ def check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimiz
     blocks = [name for name, stored in BLOCK_TYPES.items() if stored == write.dtype]
     if blocks and output.name != "gguf":
         raise UsageError(f"--dtype {blocks[0]}: blocks with a scale are a type of --to gguf only, not of {output.name}")
+    if write.sparse_format is not None and output.name != "hf":
+        raise UsageError(f"--sparse-format: a layout of --to hf only, not of {output.name}")
     if with_optimizer and not output.stores_optimizer:
         raise UsageError(f"--with-optimizer: {output.name} checkpoints do not store optimizer state")

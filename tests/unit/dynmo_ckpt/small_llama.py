@@ -38,6 +38,21 @@ def quantize_fp8(directory):
     return tensors | expected
 
 
+def prune(directory, layout, dtype=torch.float32):
+    """Prune the projections of a directory: two of four by magnitude, or nine tenths at random."""
+    tensors = safetensors.load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        weight = tensors[name]
+        if layout == "sparse-24-bitmask":
+            order = weight.abs().reshape(-1, 4).argsort(1, descending=True).argsort(1)
+            tensors[name] = weight * (order < 2).reshape(weight.shape)
+        else:
+            tensors[name] = weight * (torch.rand(weight.shape) < 0.1)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    safetensors.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
 def save_adapter(tmp_path, tensors=None, **config):
     """Write an adapter of q_proj without peft."""
     directory = tmp_path / "adapter"
