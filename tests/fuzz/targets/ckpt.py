@@ -160,6 +160,39 @@ def _adapter(place: Path) -> None:
     (place / "adapter_config.json").write_text(json.dumps(settings))
 
 
+def _sparse(place: Path) -> None:
+    """A directory with a model, matrices of which are in sparse-bitmask."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    _hugging_face(place)
+    tensors = load_file(place / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("attn.c_attn.weight", "mlp.c_fc.weight"))]:
+        module, weight = name.removesuffix(".weight"), tensors.pop(name)
+        weight[:, ::2] = 0
+        stored = weight != 0
+        counts = stored.sum(1)
+        tensors[f"{module}.shape"] = torch.tensor(weight.shape)
+        tensors[f"{module}.compressed"] = weight[stored]
+        tensors[f"{module}.bitmask"] = torch.from_numpy(np.packbits(stored.numpy(), axis=1, bitorder="little"))
+        tensors[f"{module}.row_offsets"] = counts.cumsum(0) - counts
+    save_file(tensors, place / "model.safetensors")
+    config = json.loads((place / "config.json").read_text())
+    method = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}
+    (place / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+
+
+def _open_computed(read: Any, place: Path) -> None:
+    """The weights of a model, computed and read."""
+    from dynmo_ckpt.formats.choices import ReadOptions
+    from dynmo_ckpt.operations.reference_model import load_array
+
+    checkpoint, _ = read(place, ReadOptions())
+    for name in checkpoint.weights():
+        load_array(checkpoint, name)
+
+
 def _open_adapter(read: Any, place: Path) -> None:
     """The weights of a model with an adapter: dequantized, merged and read."""
     from dynmo_ckpt.formats.choices import ReadOptions
@@ -342,6 +375,12 @@ TARGETS = [
             ("quantized", "model.safetensors"),
             ("config", "config.json"),
         )
+    ),
+    *(
+        folder_target(
+            f"{P}.converters.huggingface:read_hf", _sparse, file=file, label=f"sparse-{label}", call=_open_computed
+        )
+        for label, file in (("weights", "model.safetensors"), ("config", "config.json"))
     ),
     folder_target(f"{P}.huggingface.files:read_tensors", _sharded, file="model.safetensors.index.json", label="index"),
     folder_target(f"{P}.huggingface.files:read_config", _hugging_face, file="config.json", label="json"),

@@ -36,7 +36,7 @@ SETTINGS = WriteSettings(jobs=1, verify=True, overwrite=False, plan_only=False, 
 
 def compressor_of(config):
     """The compressor of the package compressed-tensors; its last releases have none of these layouts."""
-    reason = "compressed-tensors 0.9 to 0.12 is not installed (an optional peer)"
+    reason = "compressed-tensors 0.9 to 0.13 is not installed (an optional peer)"
     pytest.importorskip("compressed_tensors.compressors.sparse_compressors", reason=reason)
     parsed = import_module("compressed_tensors").ModelCompressor.from_compression_config(config)
     assert parsed.quantization_config is None
