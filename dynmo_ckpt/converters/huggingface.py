@@ -113,7 +113,8 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     tensors: Sequence[OutputTensor] = output_tensors(mapped, dtype, buffers)
     sparse = None
     if options.sparse_format is not None:
-        from ..huggingface.sparse_export import sparse_tensors  # imports numpy, which other plans do not need
+        # Here, because it imports numpy, which other plans do not need.
+        from ..huggingface.sparse_export import sparse_tensors, vllm_remark
 
         sparse = sparse_tensors(mapped, tensors, options.sparse_format, name)
         tensors = sparse.tensors
@@ -142,7 +143,11 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
         "optimizer_tensors_left_out": len(checkpoint.names("optimizer")),
     }
     if sparse is not None:
-        decisions |= {"sparse_weights": sparse.compressed, "dense_linear_weights": sparse.dense}
+        decisions |= {
+            "sparse_weights": sparse.compressed,
+            "dense_linear_weights": sparse.dense,
+            "vllm": vllm_remark(str(options.sparse_format), model),
+        }
     if name == "megatron-bert" and model["activation"] != "gelu":
         decisions["differs"] = "transformers applies the MLP's activation in the head too; DynMo applies the exact GELU"
     return ExportPlan(files=files, small_files=small, decisions=decisions)

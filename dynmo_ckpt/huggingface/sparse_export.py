@@ -41,12 +41,36 @@ _FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
 @dataclass(frozen=True, kw_only=True)
 class SparseExport:
-    """The tensors of a directory with compressed weights, and what its configuration and the report have about them."""
+    """The tensors of a directory with compressed weights.
+
+    Attributes:
+        tensors: in the order of the files.
+        config: the ``quantization_config``.
+        compressed: number of compressed weights.
+        dense: number of linear weights that are written dense.
+    """
 
     tensors: tuple[OutputTensor, ...]
     config: Mapping[str, Any]
     compressed: int
     dense: int
+
+
+def vllm_remark(layout: str, model: Mapping[str, Any]) -> str:
+    """Whether vLLM reads a directory, for the report.
+
+    From the loader of vLLM 0.8.5: ``CompressedTensorsConfig.supports_cutlass_24`` accepts one layout, and
+    ``CompressedTensorsMoEMethod`` has no method for experts without quantization.
+
+    Args:
+        layout: ``SPARSE_24`` or ``UNSTRUCTURED``.
+        model: the ``model`` of a manifest.
+    """
+    if layout != SPARSE_24:
+        return f"does not read {layout}; without --sparse-format it reads the zeros in dense weights"
+    if model.get("num_experts"):
+        return "does not read sparse models with experts; without --sparse-format it reads the zeros in dense weights"
+    return "reads it in releases with a 2:4 kernel (0.8), on GPUs of compute capability 9.0"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .._common.crc32 import combine
+from ..io.computed import stored_inputs
 from ..io.safetensors import DTYPE_BYTES, StoredArray, encode_header, read_index
 from .views import Tensor, View, row_major
 
@@ -210,8 +211,9 @@ def expected_crc32(tensor: OutputTensor) -> int | None:
 
 
 def sources_to_check(tensor: OutputTensor) -> list[StoredArray]:
-    """The arrays of a tensor that have a recorded checksum, each once."""
-    return [array for array in sources([tensor]) if array.crc32 is not None]
+    """The arrays of a tensor that have a recorded checksum, each once; of a computed array, its inputs."""
+    stored = dict.fromkeys(each for array in sources([tensor]) for each in stored_inputs(array))
+    return [array for array in stored if array.crc32 is not None]
 
 
 def contiguous_source(tensor: OutputTensor) -> tuple[StoredArray, int] | None:

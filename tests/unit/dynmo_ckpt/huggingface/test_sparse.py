@@ -14,17 +14,18 @@ from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.formats.choices import SparseFormat, WriteOptions
 from dynmo_ckpt.huggingface.files import read_tensors
 from dynmo_ckpt.huggingface.quantized import dequantized_tensors, quantization_of
-from dynmo_ckpt.huggingface.sparse_export import sparse_tensors
+from dynmo_ckpt.huggingface.sparse_export import sparse_tensors, vllm_remark
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.io.reading import Reader, open_sources
 from dynmo_ckpt.io.safetensors import StoredArray
 from dynmo_ckpt.maps.name_map import MappedTensor
 from dynmo_ckpt.operations.reference_model import load_array
 from dynmo_ckpt.operations.write import WriteSettings, write_export
-from dynmo_ckpt.tensors.computed import constant_tensor
+from dynmo_ckpt.tensors.computed import arrays_of, constant_tensor
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
 from dynmo_ckpt.tensors.tiled_copy import panels
 from dynmo_ckpt.tensors.views import as_tensor
+from tests.unit.dynmo_ckpt import native_checkpoints
 from tests.unit.dynmo_ckpt.small_llama import prune, small_llama
 
 torch = pytest.importorskip("torch")
@@ -368,3 +369,58 @@ def test_memory_is_bounded(tmp_path, layout):
     # The weight has 64 MiB.
     assert peak < 32 << 20
     assert sizes == {part.key: part.num_bytes for part in found.tensors}
+
+
+def native_gpt(directory):
+    """A native GPT on two tensor-parallel ranks whose masks prune nine tenths; its weights with zeros."""
+    model = native_checkpoints.model()
+    parameters = native_checkpoints.parameters(model)
+    masks = native_checkpoints.masks(parameters, sparsity=0.9)
+    native_checkpoints.save(directory, {**parameters, **masks}, model, tp=2)
+    return {name: value * masks.get(f"{name}.mask", True) for name, value in parameters.items()}
+
+
+def test_masks_of_a_native_checkpoint_become_a_sparse_layout(tmp_path):
+    expected = native_gpt(tmp_path / "in")
+    checkpoint, _ = open_checkpoint(tmp_path / "in")
+    plan = plan_hf(checkpoint, WriteOptions(sparse_format=ANY))
+    assert (plan.decisions["sparse_weights"], plan.decisions["dense_linear_weights"]) == (12, 0)
+    assert plan.decisions["vllm"].startswith("does not read sparse-bitmask")
+    write_export(tmp_path / "in", tmp_path / "out", plan, SETTINGS)
+    found, _ = open_checkpoint(tmp_path / "out")
+    for name in found.weights():
+        weight = load_array(found, name)
+        assert np.array_equal(weight, expected[name][: len(weight)])
+
+
+@pytest.mark.parametrize("part", ["fc1.weight", "fc1.weight.mask"])
+def test_altered_source_of_a_sparse_weight_is_refused(tmp_path, part):
+    native_gpt(tmp_path / "in")
+    checkpoint, _ = open_checkpoint(tmp_path / "in")
+    array = arrays_of(checkpoint.tensors[f"layers.1.mlp.{part}"])[1]
+    whole = bytearray(array.path.read_bytes())
+    whole[array.offset] ^= 1
+    array.path.write_bytes(whole)
+    # The zeros are counted after the change, so that only the checksum can show it.
+    plan = plan_hf(checkpoint, WriteOptions(sparse_format=ANY))
+    with pytest.raises(CorruptError, match="the bytes were altered"):
+        write_export(tmp_path / "in", tmp_path / "out", plan, SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_zeros_that_change_after_the_plan_are_refused(tmp_path):
+    prune(small_llama(tmp_path / "in"), ANY)
+    checkpoint, _ = open_checkpoint(tmp_path / "in")
+    plan = plan_hf(checkpoint, WriteOptions(sparse_format=ANY))
+    (array,) = arrays_of(checkpoint.tensors["layers.1.mlp.fc2.weight"])
+    whole = bytearray(array.path.read_bytes())
+    whole[array.offset : array.offset + 64] = np.ones(16, np.float32).tobytes()
+    array.path.write_bytes(whole)
+    with pytest.raises(CorruptError, match="changed while it was converted"):
+        write_export(tmp_path / "in", tmp_path / "out", plan, SETTINGS)
+
+
+def test_report_names_what_vllm_reads():
+    assert vllm_remark(S24, {}).startswith("reads it")
+    assert "experts" in vllm_remark(S24, {"num_experts": 4})
+    assert "sparse-bitmask" in vllm_remark(ANY, {})
