@@ -344,8 +344,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format.
 
-    In a Hugging Face directory pruned weights are zeros, the vocabulary has no padding, and there is no optimizer
-    state. `dynmo-ckpt formats` lists the formats.
+    In a Hugging Face directory pruned weights are zeros, or compressed with --sparse-format; the vocabulary has no
+    padding, and there is no optimizer state. `dynmo-ckpt formats` lists the formats.
     """
     from ..operations import convert as operations
 
