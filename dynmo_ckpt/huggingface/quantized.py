@@ -164,12 +164,12 @@ def _check_numbers(method: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_sparsity(config: Mapping[str, Any], ignored: Sequence[str]) -> None:
-    if config.get("config_groups"):
-        raise UnsupportedError(
-            f"config.json: {KEY}.config_groups: of {SPARSE}, weights that are sparse and not quantized are read; "
-            "dequantize the weights with the program that wrote them"
-        )
     sparsity = config.get("sparsity_config")
+    if config.get("config_groups") or sparsity is None:
+        raise UnsupportedError(
+            f"config.json: {KEY}: of {SPARSE}, weights that are sparse and not quantized are read (sparsity_config, no "
+            "config_groups); dequantize the weights with the program that wrote them"
+        )
     if not isinstance(sparsity, dict):
         raise CorruptError(f"config.json: {KEY}.sparsity_config must be an object, found {short_repr(sparsity)}")
     if sparsity.get("format") not in SPARSE_FORMATS:

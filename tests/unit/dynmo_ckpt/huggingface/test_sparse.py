@@ -270,7 +270,8 @@ def test_quantized_sparse_values_are_refused(tmp_path):
     [
         ({"config_groups": {"group_0": {}}}, UnsupportedError, "config_groups"),
         ({"format": "marlin-24"}, UnsupportedError, "format"),
-        ({"sparsity_config": None}, CorruptError, "must be an object"),
+        ({"sparsity_config": None}, UnsupportedError, "not quantized"),
+        ({"sparsity_config": []}, CorruptError, "must be an object"),
         ({"sparsity_config": {"format": "csr"}}, UnsupportedError, "sparse-24-bitmask"),
         ({"sparsity_config": {"format": "dense", "order": 1}}, UnsupportedError, "no rule for order"),
         ({"kv_cache_scheme": {}}, UnsupportedError, "no rule for kv_cache_scheme"),
