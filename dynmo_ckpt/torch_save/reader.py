@@ -169,7 +169,7 @@ def _read_zip(path: Path, handle: BinaryIO, begin: int) -> tuple[Any, dict[str, 
                 raise CorruptError(
                     f"{path}: the entry {short_name(name)} is compressed or encrypted; torch writes it uncompressed"
                 )
-            # zipfile reads as many bytes as the first of both says, without a look at the second.
+            # zipfile reads the number of bytes in the first of both, without a look at the second.
             if info.compress_size != info.file_size:
                 raise CorruptError(
                     f"{path}: the entry {short_name(name)} has {info.compress_size:,} and {info.file_size:,} bytes;"
