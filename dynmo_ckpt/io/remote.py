@@ -278,6 +278,8 @@ def remote_errors(path: RemotePath) -> Iterator[None]:
     Raises:
         StorageError: no credentials, access denied, no connection, or an error of the store.
     """
+    # The mark of an upload is the first object that is looked for; users gave the address that it lies under.
+    path = path.parent if path.name == UPLOAD_MARK else path
     try:
         yield
     except (DynmoError, FileNotFoundError, NotADirectoryError, io.UnsupportedOperation):

@@ -169,6 +169,12 @@ def _read_zip(path: Path, handle: BinaryIO, begin: int) -> tuple[Any, dict[str, 
                 raise CorruptError(
                     f"{path}: the entry {short_name(name)} is compressed or encrypted; torch writes it uncompressed"
                 )
+            # The library reads as many bytes as the first of both states, whatever the entry has.
+            if info.compress_size != info.file_size:
+                raise CorruptError(
+                    f"{path}: the entry {short_name(name)} has {info.compress_size:,} and {info.file_size:,} bytes;"
+                    " both must be equal without compression"
+                )
         if entries[pickled[0]].file_size > MAX_PICKLE_BYTES:
             raise CorruptError(
                 f"{path}: data.pkl has {entries[pickled[0]].file_size:,} bytes; the limit is {MAX_PICKLE_BYTES:,}"

@@ -50,7 +50,8 @@ def select_tokens(keep_BT: torch.Tensor) -> TokenSelection:
     # Stable: selected tokens first, both groups in their order.
     index_BT = torch.argsort(keep_BT.logical_not().to(torch.uint8), dim=1, stable=True)
     places_C = torch.arange(entries, device=keep_BT.device)
-    return TokenSelection(index_BC=index_BT[:, :entries], real_BC=places_C < counts_B[:, None])
+    # A copy: torch.compile would guard on the strides of a view, which depend on how many tokens are selected.
+    return TokenSelection(index_BC=index_BT[:, :entries].contiguous(), real_BC=places_C < counts_B[:, None])
 
 
 def select_all(samples: int, tokens: int, device: torch.device) -> TokenSelection:

@@ -165,7 +165,7 @@ def test_wrong_address_has_a_clear_message(server, checkpoint, words, code, mess
 def test_without_credentials_or_permission(server, place, checkpoint):
     address, prefix = place
     _, messages = run(server, "info", address, code=6, AWS_ACCESS_KEY_ID="", AWS_SECRET_ACCESS_KEY="")
-    assert "no credentials" in messages
+    assert f"{address}: no credentials" in messages
     page = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
     with proxy(server, lambda *_: (403, [("Content-Type", "application/xml")], page)) as port:
         for words in (("info", address), ("copy", checkpoint, address)):

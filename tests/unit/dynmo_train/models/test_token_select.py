@@ -55,3 +55,10 @@ def test_select_top_equal_scores_take_the_earlier_token():
     chosen = select_top(torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]), 2)
     assert chosen.index_BC.tolist() == [[1, 2], [0, 1]]
     assert bool(chosen.real_BC.all())
+
+
+def test_positions_of_selected_tokens_are_contiguous():
+    """A compiled graph would depend on the strides of a view, and with them on how many tokens are selected."""
+    selected = select_tokens(torch.tensor([[True, False, True, False], [False, True, False, False]]))
+    assert selected.index_BC.tolist() == [[0, 2], [1, 0]]
+    assert selected.index_BC.is_contiguous()
