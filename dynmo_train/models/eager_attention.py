@@ -12,9 +12,9 @@ The forward saves queries, keys, values, ``y`` and ``L``. The backward computes 
     grad v = p^T grad y        grad s = p e (1 - (z / c)^2)
     grad b = - sum over queries of exp(b - L) sum over K of grad y * y
 
-With dropout, ``y`` sums ``d p v``, where ``d`` is 0 with the probability of the dropout, else its scale: the weight of the
-sink counts in ``L``, and is not given to other keys. ``d`` is a function of sample, head, query and key, so that neither
-chunks nor a recomputation change it; the backward computes it again::
+With dropout, ``y`` sums ``d p v``, where ``d`` is 0 with the probability of the dropout, else its scale: the weight of
+the sink counts in ``L``, and is not given to other keys. ``d`` is a function of sample, head, query and key. So neither
+chunks nor a recomputation change it, and the backward computes it again::
 
     grad v = (d p)^T grad y    e = d (grad y * v^T) - sum over K of grad y * y
 
@@ -164,7 +164,7 @@ def _capped_scores(
 
 
 def _stays(draw: BlockDraw, p: torch.Tensor, queries: slice, keys: slice, T: int, S: int) -> torch.Tensor:
-    """Which weights of a chunk stay, bool ``[B, G, P, c, s]`` as ``p``; a row has the keys of a sample, head and query."""
+    """Which weights of a chunk stay, bool ``[B, G, P, c, s]``; a row has the keys of a sample, head and query."""
     heads = torch.arange(p.shape[:3].numel(), device=p.device).view(*p.shape[:3], 1)
     return block_mask(draw, heads * T + torch.arange(queries.start, queries.stop, device=p.device), keys, S)
 
