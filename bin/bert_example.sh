@@ -15,6 +15,8 @@
 #                    is built from the documentation of the installed Python (CORPUS_BYTES 0: all of it)
 # DYNMO_BERT_DIR     output directory (runs/bert_example in the project); an existing run is resumed
 # DYNMO_VENV, PYTHON see bin/environment.sh
+#
+# The MLPs have the tanh form of GELU, as Megatron's fused kernel; --activation gelu continues a run of the exact form.
 set -euo pipefail
 
 layers=${1:-24}
@@ -68,7 +70,7 @@ exec dynmo-train "${launch[@]}" --log-dir "$work/logs" -- pretrain bert \
   --num-layers "$layers" \
   --hidden-size "${HIDDEN_SIZE:-1024}" \
   --num-attention-heads "${ATTENTION_HEADS:-16}" \
-  --seq-length "${SEQ_LENGTH:-512}" \
+  --seq-length "${SEQ_LENGTH:-512}" --activation gelu_tanh \
   --micro-batch-size "${MICRO_BATCH_SIZE:-8}" \
   --global-batch-size "${GLOBAL_BATCH_SIZE:-64}" \
   --train-iters "$iters" \

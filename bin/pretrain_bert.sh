@@ -6,10 +6,12 @@
 # CHECKPOINT_PATH checkpoints/bert_345m    DATA_PATH my-bert_text_sentence
 # VOCAB_FILE bert-vocab.txt                TOKENIZER_TYPE BertWordPieceLowerCase
 # and those of bin/lib/train.sh
+#
+# The MLPs have the tanh form of GELU, as Megatron's fused kernel; --activation gelu continues a run of the exact form.
 set -euo pipefail
 . "$(dirname "$0")/lib/train.sh"
 
-start pretrain bert "${bert_345m[@]}" \
+start pretrain bert "${bert_345m[@]}" --activation gelu_tanh \
   --micro-batch-size 4 --global-batch-size 8 \
   --train-iters 2000000 --lr 0.0001 --min-lr 1.0e-5 --lr-decay-iters 990000 --lr-decay-style linear \
   --lr-warmup-fraction .01 --weight-decay 1e-2 --clip-grad 1.0 \

@@ -27,6 +27,8 @@ NOT_IN_CONFIG = (
     "moe_global_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_capacity_factor",
+    "moe_eval_capacity_factor",
+    "moe_min_capacity",
     "moe_token_drop_policy",
     # By the tensors of a file: transformers writes a number also where it leaves the layers out.
     "mtp_num_layers",

@@ -79,9 +79,9 @@ def _count(value: Any) -> int:
 def _consumed(tree: Mapping[Any, Any], args: Mapping[str, Any], step: int) -> int:
     """Number of training samples: Megatron's, else DeepSpeed's, else the steps times a constant batch size."""
     recorded = _count(args.get("consumed_train_samples")) or _count(tree.get("global_samples"))
-    # With a growing batch size, the steps do not show the number of samples.
-    ramps_up = args.get("rampup_batch_size") is not None
-    return recorded or (0 if ramps_up else step * _count(args.get("global_batch_size")))
+    # With a batch size that changes, the steps do not show the number of samples.
+    changes = any(args.get(name) is not None for name in ("rampup_batch_size", "step_batch_size_schedule"))
+    return recorded or (0 if changes else step * _count(args.get("global_batch_size")))
 
 
 def _scheduler(tree: Mapping[Any, Any], number: Number) -> dict[str, Any] | None:

@@ -128,6 +128,7 @@ def check_supported(config: Any) -> None:
     wrong = {
         "--balance": config.balance.balance != "off",
         "--rampup-batch-size": config.training.rampup_batch_size is not None,
+        "--step-batch-size-schedule": config.training.step_batch_size_schedule is not None,
         "--curriculum-shortest": config.training.curriculum_shortest is not None,
         "--zero-stage": config.parallel.zero_stage == 3,
     }

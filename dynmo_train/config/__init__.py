@@ -31,8 +31,9 @@ from .resolve import (
     with_deepspeed,
 )
 from .run import RunConfig
-from .schema import Config, ModelConfig, TrainingConfig
+from .schema import Config, ModelConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
+from .training import TrainingConfig
 from .validate import check, validate
 
 __all__ = [

@@ -1,13 +1,21 @@
-"""Batch-size ramp-up and sequence-length curriculum as pure functions of the training progress."""
+"""Batch sizes and sequence-length curriculum as pure functions of the training progress."""
 
 from __future__ import annotations
 
 import math
+import re
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
-from .._common.document import is_count
+from .._common.document import is_count, short_repr
 from .._common.errors import UsageError
+
+MAX_BATCH_STEPS, MAX_NUMBER = 65_536, 10**18
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# As Python's ``float`` reads them, without signs, names and underscores.
+_NUMBER = re.compile(r"((?:[0-9]{1,32}(?:\.[0-9]{0,32})?|\.[0-9]{1,32})(?:E\+?[0-9]{1,2})?)([KMBT]?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,11 @@ class BatchSizes:
     increment: int
     ramp_samples: int
     final: int
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all steps have the same size."""
+        return not self.increment
 
     @classmethod
     def constant(cls, size: int) -> BatchSizes:
@@ -61,6 +74,118 @@ class BatchSizes:
         while self.increment and consumed <= self.ramp_samples and consumed + self.at(consumed) <= samples:
             consumed, steps = consumed + self.at(consumed), steps + 1
         return steps + max(0, samples - consumed) // self.final
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteppedBatchSizes:
+    """The global batch size as a step function of the consumed samples (Megatron's ``--step-batch-size-schedule``).
+
+    Attributes:
+        entries: pairs of the consumed samples from which a batch size applies, and that size in samples; the first pair
+            is from 0, and each further one from more samples.
+    """
+
+    entries: tuple[tuple[int, int], ...]
+
+    @property
+    def start(self) -> int:
+        """Batch size of the first step, in samples."""
+        return self.entries[0][1]
+
+    @property
+    def final(self) -> int:
+        """The last batch size, in samples."""
+        return self.entries[-1][1]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all steps have the same size."""
+        return len(self.sizes()) == 1
+
+    def at(self, consumed: int) -> int:
+        """The batch size of the step after ``consumed`` samples.
+
+        Example: 16 from sample 0 and 320 from 1,171,875: 16 at 1,171,874, 320 at 1,171,875.
+        """
+        return self.entries[bisect_right(self.entries, consumed, key=lambda entry: entry[0]) - 1][1]
+
+    def sizes(self) -> list[int]:
+        """All batch sizes of a run, ascending."""
+        return sorted({size for _, size in self.entries})
+
+    def consumed_after(self, steps: int, consumed: int = 0) -> int:
+        """The number of consumed samples after ``steps`` more steps."""
+        for end, size in self._parts():
+            # A step begins before the end of its part, and may end after it.
+            count = min(steps, max(0, -(-(end - consumed) // size)))
+            consumed, steps = consumed + count * size, steps - count
+        return consumed + steps * self.final
+
+    def steps_for(self, samples: int, consumed: int = 0) -> int:
+        """The number of steps from ``consumed`` until at least ``samples`` samples are consumed.
+
+        As in Megatron's ``update_train_iters``, the last step may consume more: it is not left out as with a ramp-up.
+        """
+        total = 0
+        for end, size in self._parts():
+            count = max(0, -(-(min(end, samples) - consumed) // size))
+            consumed, total = consumed + count * size, total + count
+        return total + max(0, -(-(samples - consumed) // self.final))
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """The end and the size of every entry but the last."""
+        return [(following[0], entry[1]) for entry, following in pairwise(self.entries)]
+
+
+AnyBatchSizes = BatchSizes | SteppedBatchSizes
+
+
+def _number(text: str) -> int | None:
+    """A number such as ``2.4B``, rounded down in Megatron's order of operations; None for another text."""
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        return None
+    value = float(found[1]) * SUFFIXES[found[2].upper()]
+    return int(value) if value <= MAX_NUMBER else None
+
+
+def parse_batch_size_schedule(text: str, seq_length: int) -> SteppedBatchSizes:
+    """Parse ``0:16 2.4B:320``: the consumed tokens from which a batch size in samples applies.
+
+    The format, the order and the rounding are those of Megatron's ``StepBatchsizeNumMicroBatchesCalculator``: a number
+    may have the suffix K, M, B or T (10^3 to 10^12), pairs are separated by spaces or commas and sorted, and tokens are
+    divided by the sequence length, rounded down.
+
+    Args:
+        text: value of ``--step-batch-size-schedule``.
+        seq_length: sequence length in tokens.
+
+    Raises:
+        UsageError: the text is not of this form, no pair is at 0, or two are at the same sample.
+    """
+    flag = f"--step-batch-size-schedule {short_repr(text)}"
+    entries = []
+    for part in text.replace(",", " ").split():
+        threshold, colon, size = part.partition(":")
+        tokens, samples = _number(threshold), _number(size)
+        if not colon or tokens is None or not samples:
+            raise UsageError(
+                f"{flag}: {short_repr(part)} must be TOKENS:SIZE with a size of 1 or more, such as 2.4B:320; the"
+                f" maximum of both is {MAX_NUMBER:,}"
+            )
+        entries.append((tokens // seq_length, samples))
+    entries.sort(key=lambda entry: entry[0])
+    if not entries or entries[0][0] or len(entries) > MAX_BATCH_STEPS:
+        raise UsageError(
+            f"{flag}: must have 1 to {MAX_BATCH_STEPS:,} TOKENS:SIZE pairs, the first at 0, such as 0:16 2.4B:320"
+        )
+    for before, after in pairwise(entries):
+        if before[0] == after[0]:
+            raise UsageError(
+                f"{flag}: sizes {before[1]} and {after[1]} are both at sample {after[0]:,}, for sequences of"
+                f" {seq_length:,} tokens; remove one, or give it another number of tokens"
+            )
+    return SteppedBatchSizes(entries=tuple(entries))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +232,7 @@ class BatchPositions:
         skipped: ranges of samples, ascending and disjoint.
     """
 
-    sizes: BatchSizes
+    sizes: AnyBatchSizes
     skipped: tuple[Range, ...] = ()
 
     def begin(self, consumed: int) -> int:
@@ -131,8 +256,8 @@ class BatchPositions:
             ahead = next((begin for begin, _ in self.skipped if begin >= consumed), None)
             if ahead is None:
                 return self.sizes.consumed_after(steps, consumed)
-            # One by one only while the batch size grows, and next to a range.
-            count = 1 if self.sizes.increment else max(1, min(steps, (ahead - consumed) // self.sizes.final))
+            # One by one only while the batch size changes, and next to a range.
+            count = 1 if not self.sizes.is_constant else max(1, min(steps, (ahead - consumed) // self.sizes.final))
             consumed, steps = self.sizes.consumed_after(count, consumed), steps - count
         return consumed
 

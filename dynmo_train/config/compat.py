@@ -25,6 +25,7 @@ MULTI_WORD_FLAGS: Mapping[str, int | None] = {
     "--valid-data-path": None,
     "--test-data-path": None,
     "--rampup-batch-size": 3,
+    "--step-batch-size-schedule": None,
     "--train-data": None,
     "--valid-data": None,
 }

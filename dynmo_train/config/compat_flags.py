@@ -157,12 +157,10 @@ FLAGS: Mapping[str, CompatFlag] = {
     ),
     # Experts
     "--moe-expert-parallel-size": becomes("--expert-model-parallel-size", values=1),
-    "--moe-train-capacity-factor": becomes("--moe-expert-capacity-factor", values=1),
     "--moe-loss-coeff": becomes("--moe-aux-loss-coeff", values=1),
     # The weight of one expert is its probability among all of them.
     "--topk": becomes("--moe-router-topk", values=1, value_arguments={"1": ("--moe-router-pre-softmax",)}),
     "--num-experts-switch": becomes("--moe-router-topk", "1", "--moe-router-pre-softmax", "--num-experts", values=1),
-    "--moe-min-capacity": refused("not supported: leave it out, or use a larger --moe-expert-capacity-factor", 1),
     "--disable-moe-token-dropping": refused(
         "without --moe-expert-capacity-factor and --moe-train-capacity-factor no token is dropped: leave all out"
     ),
@@ -240,7 +238,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--fp16-lm-cross-entropy": ignored("the loss is always computed in float32"),
     "--disable-bf16-reduced-precision-matmul": ignored("torch's default"),
     # Schedule, batches and data
-    "--step-batch-size-schedule": refused("not supported: use --rampup-batch-size", None),
     "--override-opt_param-scheduler": ignored(_SCHEDULE),
     "--override-lr-scheduler": ignored(_SCHEDULE),
     "--no-load-lr-state": ignored(_SCHEDULE),

@@ -45,8 +45,10 @@ COMBINED_FLAGS: Mapping[str, CompatFlag] = {
     "--train-tokens": becomes("--train-samples", values=1, reason=f"divided by --seq-length, {_SAME_STEPS}"),
     "--lr-decay-tokens": becomes("--lr-decay-samples", values=1, reason=f"divided by --seq-length, {_SAME_STEPS}"),
     "--lr-warmup-tokens": becomes("--lr-warmup-samples", values=1, reason=f"divided by --seq-length, {_SAME_STEPS}"),
-    "--moe-eval-capacity-factor": becomes(
-        "--moe-expert-capacity-factor", values=1, drop_values=True, reason="must be that of training"
+    "--moe-train-capacity-factor": becomes(
+        "--moe-expert-capacity-factor",
+        values=1,
+        reason="where not given: with --moe-eval-capacity-factor 1.0 and --moe-min-capacity 4",
     ),
 }
 
@@ -216,9 +218,10 @@ def _tokens(command: Combination, _family: str) -> None:
         for flag in flags:
             command.refuse(flag, f"requires {needed}, by which tokens are divided")
         return
-    if in_steps and "--rampup-batch-size" in others:
+    changing = next((name for name in ("--rampup-batch-size", "--step-batch-size-schedule") if name in others), None)
+    if in_steps and changing is not None:
         for flag in flags:
-            command.refuse(flag, "is given with --train-iters and --rampup-batch-size; use --train-samples")
+            command.refuse(flag, f"is given with --train-iters and {changing}; use --train-samples")
         return
     divisor = math.prod(map(int, sizes))
     for flag in flags:
@@ -238,19 +241,11 @@ def _tokens(command: Combination, _family: str) -> None:
 
 
 def _capacity(command: Combination, _family: str) -> None:
-    """The capacity of experts in evaluation is that of training."""
-    flag = "--moe-eval-capacity-factor"
+    """The factor of training, with Megatron-DeepSpeed's defaults of the other two options of the capacity."""
+    flag = "--moe-train-capacity-factor"
     if flag not in command.found:
         return
-    names = ("--moe-train-capacity-factor", "--moe-expert-capacity-factor")
-    # The default of Megatron-DeepSpeed.
-    training = next((command.others[name] for name in names if name in command.others), "1.0")
-    evaluation = command.number(flag)
-    try:
-        is_same = evaluation is not None and float(training) == evaluation
-    except ValueError:
-        is_same = False
-    if is_same:
-        command.notes.append(f"{flag}: is that of training, which applies to evaluation")
-    elif evaluation is not None:
-        command.refuse(flag, f"is {command.found[flag]}; the factor of training, {training}, applies to evaluation too")
+    command.arguments += ["--moe-expert-capacity-factor", command.found[flag]]
+    for name, default in (("--moe-eval-capacity-factor", "1.0"), ("--moe-min-capacity", "4")):
+        if name not in command.others:
+            command.arguments += [name, default]

@@ -10,7 +10,7 @@ from typing import Any
 
 from .._common.document import MAX_LAYERS, finite_number, is_count, parse_json, short_repr
 from .._common.errors import UsageError
-from .batch_schedule import BatchSizes
+from .batch_schedule import AnyBatchSizes, BatchSizes, parse_batch_size_schedule
 
 MAX_RAMP_SIZES, MAX_RAMP_STEPS = 65_536, 10_000_000
 FACTOR_LISTS = ("short_factor", "long_factor")
@@ -157,7 +157,11 @@ def iters_of_samples(values: Mapping[str, Any]) -> int | None:
     if values["train_samples"] is None:
         return None
     try:
-        sizes = batch_sizes_of(values["rampup_batch_size"], values["global_batch_size"])
+        sizes: AnyBatchSizes
+        if values["step_batch_size_schedule"] is not None:
+            sizes = parse_batch_size_schedule(values["step_batch_size_schedule"], values["seq_length"])
+        else:
+            sizes = batch_sizes_of(values["rampup_batch_size"], values["global_batch_size"])
     except UsageError:
         return 1  # reported by the rules of validate.py
     return sizes.steps_for(values["train_samples"])

@@ -18,10 +18,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
-from .._common.document import MAX_EXPERTS, MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
+from .._common.document import MAX_EXPERTS, MAX_LAYERS
 from . import panels
 from .balance import BalanceConfig
-from .batch_schedule import BatchPositions, BatchSizes, Curriculum, Range, merged_ranges, parse_ranges
+from .batch_schedule import (
+    AnyBatchSizes,
+    BatchPositions,
+    Curriculum,
+    Range,
+    merged_ranges,
+    parse_batch_size_schedule,
+    parse_ranges,
+)
 from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
@@ -32,11 +40,12 @@ from .layer_options import LayerOptions
 from .optimizer import OptimizerConfig
 from .options import Source, option
 from .parallel import ParallelConfig
-from .parse import batch_sizes_of, iters_of_samples, parse_balance, parse_layer_types, parse_rotary_scaling
+from .parse import batch_sizes_of, parse_balance, parse_layer_types, parse_rotary_scaling
 from .precision import PrecisionConfig
 from .run import RunConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .tracking import TrackingConfig
+from .training import TrainingConfig
 
 MoeRouting = Literal["topk", "expert-choice", "balanced"]
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -47,10 +56,6 @@ GATED_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "quick_geglu")
 Normalization = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
 NormPlacement = Literal["pre", "sandwich", "post"]
 QkNorm = Literal["none", "head", "projection"]
-Device = Literal["auto", "cpu", "cuda"]
-Recompute = Literal["none", "selective", "full"]
-CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
-LossSpikeAction = Literal["report", "rollback"]
 Options = TypeVar("Options")
 
 
@@ -231,6 +236,12 @@ class ModelConfig(LayerOptions):
         default=None,
         above=0,
     )
+    moe_eval_capacity_factor: float | None = option(
+        "Expert capacity factor in evaluation; none: --moe-expert-capacity-factor.",
+        default=None,
+        above=0,
+    )
+    moe_min_capacity: int = option("Minimum capacity of an expert in tokens of a microbatch.", default=0, minimum=0)
     moe_token_drop_policy: TokenDropPolicy = option(
         "Tokens that a full expert drops: lowest probability, or last position.",
         default="probs",
@@ -330,157 +341,6 @@ class ModelConfig(LayerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """Batches, length, evaluation and logging."""
-
-    PANEL: ClassVar[str] = panels.BATCH
-
-    micro_batch_size: int = option("Microbatch size in samples.", minimum=1, maximum=MAX_RANKS, common=True)
-    global_batch_size: int = option(
-        "Global batch size in samples per optimizer step.",
-        minimum=1,
-        derive=(
-            "--micro-batch-size x replicas x --gradient-accumulation-steps",
-            lambda v, _: v["micro_batch_size"] * v["data_parallel_size"] * (v["gradient_accumulation_steps"] or 1),
-        ),
-        common=True,
-    )
-    gradient_accumulation_steps: int | None = option(
-        "Microbatches per step and replica; none: from --global-batch-size.",
-        default=None,
-        minimum=1,
-        maximum=MAX_MICROBATCHES,
-    )
-    rampup_batch_size: str | None = option(
-        "Batch-size ramp-up: START INCREMENT SAMPLES, up to --global-batch-size; needs --train-samples.",
-        default=None,
-    )
-    train_samples: int | None = option(
-        "Training length in samples, instead of --train-iters.",
-        default=None,
-        minimum=1,
-        maximum=MAX_SAMPLES,
-        common=True,
-    )
-    train_iters: int = option(
-        "Training length in optimizer steps.",
-        minimum=1,
-        derive=("from --train-samples", lambda v, _: iters_of_samples(v)),
-        common=True,
-    )
-    seed: int = option(
-        "Random seed of weights, dropout and sample order.", default=1234, minimum=0, maximum=2**32 - 1, common=True
-    )
-    recompute_granularity: Recompute = option(
-        "Activation checkpointing: recompute whole layers (full), or all but matrix products (selective).",
-        default="none",
-        common=True,
-        panel=panels.PRECISION,
-    )
-    torch_compile: bool = option(
-        "Compile each layer with torch.compile.",
-        default=False,
-        common=True,
-        panel=panels.PRECISION,
-    )
-    cuda_graph: bool = option("Launch attention and MLP blocks as CUDA graphs.", default=False, panel=panels.PRECISION)
-    torch_compile_backend: str = option("Backend of --torch-compile.", default="inductor", panel=panels.PRECISION)
-    skip_train: bool = option("Evaluate the --load model on validation and test data; do not train.", default=False)
-    eval_interval: int = option(
-        "Steps between evaluations on the validation data.", default=1000, minimum=1, common=True
-    )
-    eval_iters: int = option(
-        "Number of batches per evaluation; 0 disables evaluation.", default=100, minimum=0, common=True
-    )
-    log_interval: int = option("Steps between log lines.", default=100, minimum=1, common=True, panel=panels.LOGGING)
-    log_throughput: bool = option("Log model FLOP/s per device.", default=False, common=True, panel=panels.LOGGING)
-    check_for_nan_in_loss_and_grad: bool = option(
-        "Check loss and gradients for NaN and infinity at each step.", default=True, panel=panels.ELASTICITY
-    )
-    max_skipped_iterations: int = option(
-        "Consecutive non-finite steps before the run ends with exit code 3.",
-        default=10,
-        minimum=1,
-        panel=panels.ELASTICITY,
-    )
-    loss_spike_threshold: float | None = option(
-        "Deviations of a loss spike above the median; none: not detected.",
-        default=None,
-        above=0,
-        common=True,
-        panel=panels.ELASTICITY,
-    )
-    loss_spike_window: int = option(
-        "Number of last losses that the median is over.",
-        default=128,
-        minimum=4,
-        maximum=65_536,
-        panel=panels.ELASTICITY,
-    )
-    loss_spike_action: LossSpikeAction = option(
-        "Report spikes, or return to the last checkpoint and skip batches.",
-        default="report",
-        panel=panels.ELASTICITY,
-    )
-    loss_spike_skip_batches: int = option(
-        "Batches to skip after a rollback, up to the spike's.",
-        default=100,
-        minimum=1,
-        maximum=1_000_000,
-        panel=panels.ELASTICITY,
-    )
-    loss_spike_max_rollbacks: int = option(
-        "Rollbacks to one checkpoint before the run ends with exit code 3.",
-        default=3,
-        minimum=1,
-        panel=panels.ELASTICITY,
-    )
-    skip_train_samples: str | None = option(
-        "Ranges of training samples to skip, BEGIN:END separated by spaces.",
-        default=None,
-        words=True,
-        panel=panels.BATCH,
-    )
-    exit_interval: int | None = option(
-        "Save and exit after a step divisible by N.", default=None, minimum=1, panel=panels.ELASTICITY
-    )
-    distributed_timeout_minutes: float = option(
-        "Minutes after which a collective or a hanging rank fails.",
-        default=10.0,
-        above=0,
-        panel=panels.ELASTICITY,
-    )
-    exit_duration_in_mins: float | None = option(
-        "Save and exit after N minutes.", default=None, above=0, common=True, panel=panels.ELASTICITY
-    )
-    curriculum_shortest: int | None = option(
-        "Initial sequence length of curriculum learning in tokens; none: no curriculum.",
-        default=None,
-        minimum=1,
-    )
-    curriculum_steps: int = option(
-        "Steps until the curriculum reaches --seq-length.",
-        minimum=1,
-        derive=("--train-iters", lambda v, _: v["train_iters"]),
-    )
-    curriculum_multiple: int = option(
-        "Multiple in tokens to which curriculum lengths are rounded down.", default=8, minimum=1
-    )
-    curriculum_schedule: CurriculumSchedule = option(
-        "Growth of the curriculum length over the steps.", default="fixed_linear"
-    )
-    curriculum_root_degree: float = option(
-        "Degree of the root of --curriculum-schedule fixed_root.", default=2.0, above=0
-    )
-    num_threads: int = option(
-        "CPU threads per process.", default=1, minimum=1, maximum=MAX_JOBS, panel=panels.PARALLELISM
-    )
-    device: Device = option(
-        "Device type; auto: cuda if available, else cpu.", default="auto", common=True, panel=panels.PARALLELISM
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
     """The complete configuration of a training run; derived defaults are filled in, in this order.
 
@@ -519,8 +379,8 @@ class Config:
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches per optimizer step and data-parallel replica."""
-        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.data_parallel_size)
+        """Number of microbatches per optimizer step and data-parallel replica, at the last batch size."""
+        return self.batch_sizes.final // (self.training.micro_batch_size * self.parallel.data_parallel_size)
 
     @property
     def num_stages(self) -> int:
@@ -539,9 +399,11 @@ class Config:
         return self.training.train_samples is not None
 
     @property
-    def batch_sizes(self) -> BatchSizes:
+    def batch_sizes(self) -> AnyBatchSizes:
         """The global batch size as a function of the consumed samples."""
         training = self.training
+        if training.step_batch_size_schedule is not None:
+            return parse_batch_size_schedule(training.step_batch_size_schedule, self.model.seq_length)
         return batch_sizes_of(training.rampup_batch_size, training.global_batch_size)
 
     def batch_positions(self, skipped: Iterable[Range] = ()) -> BatchPositions:

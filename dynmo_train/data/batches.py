@@ -108,7 +108,7 @@ class RunData:
         return self.train.token_ranges(range(consumed, consumed + self.config.batch_sizes.at(consumed)))
 
     def eval_batch(self, split: Split, consumed: int, step: int) -> Batch:
-        """A validation or test batch after ``consumed`` samples of the split: final batch size, full sequence length.
+        """A validation or test batch after ``consumed`` samples of the split: global batch size, all tokens.
 
         After the last complete batch the first one follows again.
 
@@ -123,7 +123,7 @@ class RunData:
         data = {"train": self.train, "valid": self.valid, "test": self.test}[split]
         if data is None:
             raise UsageError(f"no data for the {split} split; give --{split}-data-path, or --eval-iters 0")
-        size = self.config.batch_sizes.final
+        size = self.config.training.global_batch_size
         begin = consumed % (len(data) // size * size)
         begin -= begin % size  # an earlier start of the run may have had another batch size
         return self._batch(data, begin, size, step, None)

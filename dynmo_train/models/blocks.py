@@ -132,9 +132,6 @@ class SelfAttention(nn.Module):
         softcap: the scores are capped to ``softcap * tanh(scores / softcap)``; None means that they are not.
         sinks: whether each head has a learned logit ``sinks [H]``, which takes part of the softmax without a value.
         off_by_one: whether that logit is 0, and not learned.
-
-    Raises:
-        ValueError: ``attention_dropout`` with a soft cap or sinks.
     """
 
     def __init__(
@@ -178,8 +175,6 @@ class SelfAttention(nn.Module):
         self.rotary, self.causal = rotary, causal
         self.scale = scale if relative is None else 1.0
         self.dropout, self.attention_dropout = dropout, attention_dropout
-        if self.is_eager and attention_dropout:
-            raise ValueError("attention with a soft cap or sinks has no dropout of its weights")
         self.sparse: HashedAttention | None = None
         self.context: ContextRegion | None = None  # set by ``join_context``
 
@@ -257,7 +252,7 @@ class SelfAttention(nn.Module):
 
     @property
     def is_eager(self) -> bool:
-        """Whether torch has no fused kernel for this attention; it has no dropout then."""
+        """Whether torch has no fused kernel for this attention."""
         return self.softcap is not None or self.sinks is not None or self.off_by_one
 
     def head_sinks(self, q_BHTK: torch.Tensor) -> torch.Tensor | None:
@@ -292,6 +287,7 @@ class SelfAttention(nn.Module):
             mask=mask,
             causal=causal,
             window=window,
+            dropout=self.attention_dropout if self.training else 0.0,
         )
 
     def _for_each_head(self, x_BGSK: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,12 @@ The forward saves queries, keys, values, ``y`` and ``L``. The backward computes 
     grad v = p^T grad y        grad s = p e (1 - (z / c)^2)
     grad b = - sum over queries of exp(b - L) sum over K of grad y * y
 
+With dropout, ``y`` sums ``d p v``, where ``d`` is 0 with the probability of the dropout, else its scale: the weight of
+the sink counts in ``L``, and is not given to other keys. ``d`` is a function of sample, head, query and key. So neither
+chunks nor a recomputation change it, and the backward computes it again::
+
+    grad v = (d p)^T grad y    e = d (grad y * v^T) - sum over K of grad y * y
+
 Memory: a chunk has at most ``CHUNK_SCORES`` scores, or one query of all samples and heads. The forward has two float32
 tensors of that size at a time, the backward four: 64 and 128 MiB, whatever the length of the sequence. Keys before the
 window, and those after the last query of a chunk, are not read.
@@ -29,10 +35,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..parallel.random_stream import LEVELS, BlockDraw, block_mask, draw_blocks
 from .softcap import soft_cap
 
 CHUNK_SCORES = 1 << 23
 SHORTEST_CHUNK = 128
+# Of mask, key and the numbers of an attention.
+_NO_GRADS = (None,) * 8
 
 
 def eager_attention(
@@ -46,6 +55,7 @@ def eager_attention(
     mask: torch.Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """The weighted values of each query, ``[B, H, T, K]``.
 
@@ -59,14 +69,16 @@ def eager_attention(
         mask: bool, broadcastable to ``[B, H, T, S]``, true where a key is attended to. Every query needs a key.
         causal: whether a query attends to no later key; the last query is the last key.
         window: with ``causal``, keys that a query attends to, itself included; None means all.
+        dropout: dropout probability of the weights of keys.
     """
     scale = q_BHTK.shape[-1] ** -0.5 if scale is None else scale
-    shape = (scale, 0.0 if cap is None else cap, causal, window or 0)
+    key, begin, dropped = draw_blocks(dropout, q_BHTK.device) if dropout else (None, 0, 0)
+    shape = (scale, 0.0 if cap is None else cap, causal, window or 0, begin, dropped)
     if torch.compiler.is_compiling():
         # One operation to the compiler, which would otherwise have the scores of all chunks in memory.
-        compiled_BHTK: torch.Tensor = _eager_attention(q_BHTK, k_BGSK, v_BGSK, sinks_H, mask, *shape)[0]
+        compiled_BHTK: torch.Tensor = _eager_attention(q_BHTK, k_BGSK, v_BGSK, sinks_H, mask, key, *shape)[0]
         return compiled_BHTK
-    y_BHTK: torch.Tensor = _EagerAttention.apply(q_BHTK, k_BGSK, v_BGSK, sinks_H, mask, *shape)  # type: ignore[no-untyped-call]
+    y_BHTK: torch.Tensor = _EagerAttention.apply(q_BHTK, k_BGSK, v_BGSK, sinks_H, mask, key, *shape)  # type: ignore[no-untyped-call]
     return y_BHTK
 
 
@@ -151,6 +163,17 @@ def _capped_scores(
     return z
 
 
+def _stays(draw: BlockDraw, p: torch.Tensor, queries: slice, keys: slice, T: int, S: int) -> torch.Tensor:
+    """Which weights of a chunk stay, bool ``[B, G, P, c, s]``; a row has the keys of a sample, head and query."""
+    heads = torch.arange(p.shape[:3].numel(), device=p.device).view(*p.shape[:3], 1)
+    return block_mask(draw, heads * T + torch.arange(queries.start, queries.stop, device=p.device), keys, S)
+
+
+def _drop(x: torch.Tensor, stays: torch.Tensor, dropped: int) -> torch.Tensor:
+    """Apply a mask in place, and scale what stays."""
+    return x.mul_(stays).mul_(LEVELS / (LEVELS - dropped))
+
+
 def _rows(x_BHTK: torch.Tensor, groups: int, queries: slice) -> torch.Tensor:
     """Queries of a chunk by group, ``[B, G, P * c, K]``."""
     grouped: torch.Tensor = x_BHTK.unflatten(1, (groups, -1))
@@ -163,10 +186,13 @@ def _forward(
     v: torch.Tensor,
     sinks_H: torch.Tensor | None,
     mask: torch.Tensor | None,
+    key: torch.Tensor | None,
     scale: float,
     cap: float,
     causal: bool,
     window: int,
+    begin: int,
+    dropped: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``y`` and ``L``, float32 ``[B, H, T]``."""
     (B, H, T, _), (_, groups, S, _) = q.shape, k.shape
@@ -182,7 +208,10 @@ def _forward(
         else:
             sinks = sinks_H.float().view(groups, -1, 1, 1).expand(*z.shape[:-1], 1)
             L = torch.logaddexp(z.logsumexp(-1, keepdim=True), sinks)
-        p_BGRs = z.sub_(L).exp_().flatten(2, 3).to(v.dtype)
+        p = z.sub_(L).exp_()
+        if key is not None:
+            _drop(p, _stays(BlockDraw(key, begin, dropped), p, queries, keys, T, S), dropped)
+        p_BGRs = p.flatten(2, 3).to(v.dtype)
         y[:, :, queries] = torch.matmul(p_BGRs, v_BGsK).unflatten(2, (-1, count)).flatten(1, 2)
         L_BHT[:, :, queries] = L.squeeze(-1).flatten(1, 2)
     return y, L_BHT
@@ -195,12 +224,15 @@ def _backward(
     v: torch.Tensor,
     sinks_H: torch.Tensor | None,
     mask: torch.Tensor | None,
+    key: torch.Tensor | None,
     y: torch.Tensor,
     L_BHT: torch.Tensor,
     scale: float,
     cap: float,
     causal: bool,
     window: int,
+    begin: int,
+    dropped: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys, values and sinks; the last is empty without sinks."""
     (_, _, T, _), (_, groups, S, _) = q.shape, k.shape
@@ -214,8 +246,13 @@ def _backward(
         L, of_y = (x[:, :, queries].unflatten(1, (groups, -1))[..., None] for x in (L_BHT, of_y_BHT))
         slope = (z / cap).square_().neg_().add_(1.0) if cap else None
         p = z.sub_(L).exp_()
-        grad_v[:, :, keys] += torch.matmul(p.flatten(2, 3).to(v.dtype).transpose(-1, -2), grad_rows)
         grad_s = torch.matmul(grad_rows, v_BGsK.transpose(-1, -2)).float().unflatten(2, (-1, count))
+        of_values = p
+        if key is not None:
+            stays = _stays(BlockDraw(key, begin, dropped), p, queries, keys, T, S)
+            of_values = _drop(p.clone(), stays, dropped)
+            _drop(grad_s, stays, dropped)
+        grad_v[:, :, keys] += torch.matmul(of_values.flatten(2, 3).to(v.dtype).transpose(-1, -2), grad_rows)
         grad_s = grad_s.sub_(of_y).mul_(p)
         if slope is not None:
             # Keys that are not attended to have the score minus infinity, and no probability.
@@ -233,9 +270,9 @@ def _backward(
 
 class _EagerAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks_H: Any, mask: Any, *shape: Any) -> Any:
-        y, L_BHT = _forward(q, k, v, sinks_H, mask, *shape)
-        ctx.save_for_backward(q, k, v, sinks_H, mask, y, L_BHT)
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks_H: Any, mask: Any, key: Any, *shape: Any) -> Any:
+        y, L_BHT = _forward(q, k, v, sinks_H, mask, key, *shape)
+        ctx.save_for_backward(q, k, v, sinks_H, mask, key, y, L_BHT)
         ctx.shape = shape
         return y
 
@@ -243,7 +280,7 @@ class _EagerAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         *gradients, of_sinks = _backward(grads[0], *ctx.saved_tensors, *ctx.shape)
-        return *gradients, of_sinks if ctx.needs_input_grad[3] else None, None, None, None, None, None
+        return *gradients, of_sinks if ctx.needs_input_grad[3] else None, *_NO_GRADS
 
 
 @torch.library.custom_op("dynmo_train::eager_attention", mutates_args=())
@@ -253,12 +290,15 @@ def _eager_attention(
     v: torch.Tensor,
     sinks_H: torch.Tensor | None,
     mask: torch.Tensor | None,
+    key: torch.Tensor | None,
     scale: float,
     cap: float,
     causal: bool,
     window: int,
+    begin: int,
+    dropped: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _forward(q, k, v, sinks_H, mask, scale, cap, causal, window)
+    return _forward(q, k, v, sinks_H, mask, key, scale, cap, causal, window, begin, dropped)
 
 
 @_eager_attention.register_fake
@@ -274,14 +314,17 @@ def _eager_attention_gradients(
     v: torch.Tensor,
     sinks_H: torch.Tensor | None,
     mask: torch.Tensor | None,
+    key: torch.Tensor | None,
     y: torch.Tensor,
     L_BHT: torch.Tensor,
     scale: float,
     cap: float,
     causal: bool,
     window: int,
+    begin: int,
+    dropped: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _backward(grad, q, k, v, sinks_H, mask, y, L_BHT, scale, cap, causal, window)
+    return _backward(grad, q, k, v, sinks_H, mask, key, y, L_BHT, scale, cap, causal, window, begin, dropped)
 
 
 @_eager_attention_gradients.register_fake
@@ -291,13 +334,13 @@ def _(_grad: Any, q: Any, k: Any, v: Any, sinks_H: Any, *_rest: Any) -> Any:
 
 
 def _save_operands(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.shape = inputs[5:]
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.shape = inputs[6:]
 
 
 def _operand_gradients(ctx: Any, grad: torch.Tensor, _of_sums: Any) -> Any:
     *gradients, of_sinks = _eager_attention_gradients(grad, *ctx.saved_tensors, *ctx.shape)
-    return *gradients, of_sinks if ctx.needs_input_grad[3] else None, None, None, None, None, None
+    return *gradients, of_sinks if ctx.needs_input_grad[3] else None, *_NO_GRADS
 
 
 _eager_attention.register_autograd(_operand_gradients, setup_context=_save_operands)

@@ -233,9 +233,14 @@ def attend_by_tiles(
         k_PTK: keys by position, ``[P, T, K]``.
         v_PTK: values by position, ``[P, T, K]``.
         table: the products to compute.
-        dropout: dropout probability of the attention weights; 0 with a soft cap or sinks.
+        dropout: dropout probability of the attention weights; must be 0 with a soft cap or sinks.
         rules: of the scores.
+
+    Raises:
+        ValueError: a dropout with a soft cap or sinks.
     """
+    if dropout and rules.is_eager:
+        raise ValueError("attention in buckets with a soft cap or sinks has no dropout of its weights")
     P, T, K = q_PTK.shape
     L, queries, keys = table.tile, table.queries, table.keys
     q_QLK = take_rows(q_PTK.reshape(P * T, K), queries.entry, queries.slot).view(-1, L, K)

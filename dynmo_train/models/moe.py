@@ -73,6 +73,7 @@ def route(
     bias_E: torch.Tensor | None = None,
     counts: StepCounts | None = None,
     real_N: torch.Tensor | None = None,
+    training: bool = True,
 ) -> Routing:
     """Choose the experts of highest score for each token; their scores weigh their outputs.
 
@@ -92,6 +93,7 @@ def route(
         bias_E: float32 bias of each expert, for the choice alone; None is 0.
         counts: counts of the step, in training; None counts this microbatch alone.
         real_N: bool ``[N]``, false for padding, which biases and metrics do not count; None means none.
+        training: whether the capacity is that of training.
     """
     # In float32 in every precision: rounding would make ties, and so choices that depend on the dtype.
     logits_NE = logits_NE.float()
@@ -130,7 +132,7 @@ def route(
     place_M = expert_M if position_E is None else position_E[expert_M]
     if moe.capacity_factor is None:
         return Routing(plan_rows(place_M, experts), weights_NC, balance, z, chosen_E)
-    capacity = moe.capacity(len(logits_NE))
+    capacity = moe.capacity(len(logits_NE), training=training)
     computed_M = within_capacity(expert_M, weights_NC.detach().reshape(-1), experts, capacity, moe.drop_policy)
     weights_NC = weights_NC * computed_M.view_as(weights_NC)
     rows = plan_rows(place_M, experts, computed_M, capacity, pad=moe.pad_to_capacity, is_fixed=is_fixed)
@@ -433,6 +435,7 @@ class MoeMlp(nn.Module):
             # Evaluation and frozen layers have no losses, and change no bias.
             counts=self.counts if moe.counts_steps and self.training and torch.is_grad_enabled() else None,
             real_N=None if real is None else real.reshape(-1),
+            training=self.training,
         )
         loads_E = routing.chosen_E
         if moe.routing == EXPERT_CHOICE and self.training:

@@ -35,6 +35,8 @@ class MoeShape(ExpertLayers):
         router: scores, biases and groups of ``topk``.
         capacity_factor: an expert's maximum number of tokens of a microbatch, as a multiple of the even share; further
             tokens are dropped before they are computed. None drops no token.
+        eval_capacity_factor: that of evaluation; None means ``capacity_factor``.
+        min_capacity: lower bound of the capacity, in tokens.
         drop_policy: which tokens are dropped: those of the lowest probability (``probs``) or the last of the microbatch
             (``position``).
         pad_to_capacity: whether every expert computes exactly its capacity, so that all shapes are constant.
@@ -52,6 +54,8 @@ class MoeShape(ExpertLayers):
     global_aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     capacity_factor: float | None = None
+    eval_capacity_factor: float | None = None
+    min_capacity: int = 0
     drop_policy: DropPolicy = PROBS
     pad_to_capacity: bool = False
     routing: str = TOPK
@@ -60,16 +64,28 @@ class MoeShape(ExpertLayers):
     shared_gate: bool = False
     random_logits: bool = False
 
-    def capacity(self, tokens: int) -> int:
+    def capacity(self, tokens: int, *, training: bool = True) -> int:
         """The maximum number of rows of an expert for ``tokens`` tokens of a microbatch.
+
+        As DeepSpeed's ``sharded_moe._capacity``: the even share times the factor, rounded up, and at least the minimum.
+
+        Example: factor 1.0 and minimum 4 with 8 experts, of which a token has 2: 4 of 8 tokens, 16 of 64.
+
+        Args:
+            tokens: tokens of the microbatch.
+            training: whether the factor is that of training.
 
         Raises:
             ValueError: there is no capacity factor.
         """
         if self.capacity_factor is None:
             raise ValueError("the experts have no capacity factor")
+        factor = self.capacity_factor
+        if not training and self.eval_capacity_factor is not None:
+            factor = self.eval_capacity_factor
+        share = math.ceil(factor * tokens * self.top_k / self.num_experts)
         # A token has at most one slot of an expert, so that a larger capacity would only add padding.
-        return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.num_experts))
+        return min(tokens, max(share, self.min_capacity))
 
     @property
     def metrics(self) -> tuple[tuple[str, int], ...]:
@@ -96,8 +112,10 @@ class MoeShape(ExpertLayers):
     def manifest(self) -> dict[str, object]:
         """The fields of a manifest's ``model`` object."""
         shared = {"moe_shared_ffn_size": self.shared_ffn_size, "moe_shared_gate": self.shared_gate}
+        bounds = {"moe_eval_capacity_factor": self.eval_capacity_factor, "moe_min_capacity": self.min_capacity}
         return {
             **(shared if self.shared_ffn_size else {}),
+            **{name: value for name, value in bounds.items() if value},
             **self.layout(),
             "num_experts": self.num_experts,
             "moe_top_k": self.top_k,
@@ -126,6 +144,8 @@ class MoeShape(ExpertLayers):
             global_aux_loss_coeff=coefficients.get("global_aux_loss", 0.0),
             z_loss_coeff=model.moe_z_loss_coeff,
             capacity_factor=model.moe_expert_capacity_factor,
+            eval_capacity_factor=model.moe_eval_capacity_factor,
+            min_capacity=model.moe_min_capacity,
             drop_policy=model.moe_token_drop_policy,
             pad_to_capacity=model.moe_pad_expert_input_to_capacity,
             routing=SINKHORN if SINKHORN in coefficients else model.moe_routing,
@@ -149,6 +169,8 @@ class MoeShape(ExpertLayers):
             global_aux_loss_coeff=model.get("moe_global_aux_loss_coeff", 0.0),
             z_loss_coeff=model.get("moe_z_loss_coeff", 0.0),
             capacity_factor=model.get("moe_capacity_factor"),
+            eval_capacity_factor=model.get("moe_eval_capacity_factor"),
+            min_capacity=model.get("moe_min_capacity", 0),
             drop_policy=model.get("moe_token_drop_policy", PROBS),
             routing=model.get("moe_routing", TOPK),
             router=RouterShape.of_manifest(model),

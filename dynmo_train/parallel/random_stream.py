@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,10 +83,15 @@ class ItemStream:
         self.key, self.seeds_generator = key, seeds_generator
         self.draws, self.scope = 0, 0
 
-    def next_words(self, count: int) -> torch.Tensor:
-        """Return the next draw: int64 ``[count]``, uniform over all 64-bit words."""
+    def next_draw(self) -> int:
+        """Return the first position of the next draw."""
         begin = ((self.scope << DRAW_BITS) + self.draws) << POSITION_BITS
         self.draws += 1
+        return begin
+
+    def next_words(self, count: int) -> torch.Tensor:
+        """Return the next draw: int64 ``[count]``, uniform over all 64-bit words."""
+        begin = self.next_draw()
         positions = torch.arange(begin, begin + count, dtype=torch.int64, device=self.key.device)
         # Inductor computes products of positions and constants as integers without bounds, before it makes code.
         increment = (self.key[0] & 0) | INCREMENT if torch.compiler.is_compiling() else INCREMENT
@@ -201,6 +206,53 @@ def item_dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     mask = numbers >= dropped - LEVELS // 2
     dropped_x: torch.Tensor = _DropoutWithMask.apply(x, mask, LEVELS / (LEVELS - dropped))  # type: ignore[no-untyped-call]
     return dropped_x
+
+
+class BlockDraw(NamedTuple):
+    """A draw of a matrix of dropout masks whose blocks are computed one by one.
+
+    Attributes:
+        key: Int64 ``[2]``.
+        begin: First position.
+        dropped: Of 2^16 numbers, how many drop an element.
+    """
+
+    key: torch.Tensor
+    begin: int
+    dropped: int
+
+
+def draw_blocks(p: float, device: torch.device) -> BlockDraw:
+    """Return the next draw of the item; outside of items its key is of torch's generator.
+
+    Args:
+        p: Dropout probability, 0 to 1, which is rounded as by :func:`item_dropout`.
+        device: Of the masks.
+    """
+    stream, dropped = active_stream(), min(round(p * LEVELS), LEVELS - 1)
+    if stream is None:
+        return BlockDraw(torch.randint(-(1 << 63), (1 << 63) - 1, (2,), device=device), 0, dropped)
+    return BlockDraw(stream.key, stream.next_draw(), dropped)
+
+
+def block_mask(draw: BlockDraw, rows: torch.Tensor, columns: slice, width: int) -> torch.Tensor:
+    """Return which elements of a block stay: bool, the shape of ``rows`` and the number of columns.
+
+    A number is a function of its row and column, and not of the block.
+
+    Args:
+        draw: Of the matrix.
+        rows: Int64 numbers of the rows, of any shape.
+        columns: Of the block.
+        width: Number of columns of the matrix.
+    """
+    first, last = columns.start // NUMBERS_PER_WORD, -(-columns.stop // NUMBERS_PER_WORD)
+    of_row = torch.arange(draw.begin + first, draw.begin + last, dtype=torch.int64, device=rows.device)
+    positions = rows[..., None] * -(-width // NUMBERS_PER_WORD) + of_row
+    words = hash_words(positions.mul_(INCREMENT).add_(draw.key[0]), draw.key[1])
+    skipped = columns.start - first * NUMBERS_PER_WORD
+    numbers = words.view(torch.int16)[..., skipped : skipped + columns.stop - columns.start]
+    return numbers >= draw.dropped - LEVELS // 2
 
 
 def normal(shape: Sequence[int], device: torch.device) -> torch.Tensor:

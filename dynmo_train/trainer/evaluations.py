@@ -35,7 +35,7 @@ class Evaluations:
         """
         if self._data.valid is not None:
             self._evaluate("valid", "validation", step, self.consumed, f"iteration {step}")
-            self.consumed += self._config.training.eval_iters * self._config.batch_sizes.final
+            self.consumed += self._config.training.eval_iters * self._config.training.global_batch_size
 
     def test(self, step: int) -> None:
         """Evaluate on the test data; no effect without test data.
@@ -52,7 +52,7 @@ class Evaluations:
             print_message(f"warning: no evaluation on test data: {self._data.no_test}")
 
     def _evaluate(self, split: Split, name: str, step: int, consumed: int, place: str) -> None:
-        size, count = self._config.batch_sizes.final, self._config.training.eval_iters
+        size, count = self._config.training.global_batch_size, self._config.training.eval_iters
         batches = (self._data.eval_batch(split, consumed + number * size, step) for number in range(count))
         losses = self._engine.evaluate_losses(batches)
         self._engine.heartbeat.enter(Phase.BOUNDARY)

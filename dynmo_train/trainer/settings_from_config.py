@@ -513,6 +513,9 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
     model = config.model
     # An upper bound: how many tokens a capacity drops beyond its share depends on their scores.
     share = min(1.0, model.moe_expert_capacity_factor or 1.0)
+    if model.moe_min_capacity and model.num_experts:
+        even = config.training.micro_batch_size * model.seq_length * model.moe_router_topk / model.num_experts
+        share = min(1.0, max(share, model.moe_min_capacity / even))
     width = model.hidden_size
     if model.multi_latent_attention:
         of_head = (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim) // 2

@@ -109,10 +109,16 @@ TRAINING = {
     "pretrain_gpt.sh": ((), (), 1, {"global_batch_size": 8, "num_layers": 24, "fp16": True}),
     "pretrain_gpt_distributed.sh": ((), LOCAL_8, 8, {"global_batch_size": 64, "DDP_impl": "torch"}),
     "pretrain_gpt_distributed_with_mp.sh": ((), LOCAL_8, 8, {**BOTH_WAYS, "global_batch_size": 16}),
-    "pretrain_bert.sh": ((), (), 1, {"seq_length": 512, "tokenizer_type": "BertWordPieceLowerCase"}),
-    "pretrain_bert_distributed.sh": ((), LOCAL_8, 8, {"global_batch_size": 32}),
+    "pretrain_bert.sh": (
+        *((), (), 1),
+        {"seq_length": 512, "tokenizer_type": "BertWordPieceLowerCase", "activation": "gelu_tanh"},
+    ),
+    "pretrain_bert_distributed.sh": ((), LOCAL_8, 8, {"global_batch_size": 32, "activation": "gelu_tanh"}),
     "pretrain_bert_distributed_with_mp.sh": ((), LOCAL_8, 8, {**BOTH_WAYS, "global_batch_size": 16}),
-    "pretrain_t5.sh": ((), (), 1, {"seq_length": 512, "decoder_seq_length": 128, "vocab_extra_ids": 100}),
+    "pretrain_t5.sh": (
+        *((), (), 1),
+        {"seq_length": 512, "decoder_seq_length": 128, "vocab_extra_ids": 100, "activation": "gelu_tanh"},
+    ),
     "pretrain_t5_distributed.sh": ((), LOCAL_8, 8, {"global_batch_size": 2048}),
     "pretrain_t5_distributed_with_mp.sh": ((), LOCAL_8, 8, {**BOTH_WAYS, "global_batch_size": 128}),
     "pretrain_gpt3_175B.sh": (

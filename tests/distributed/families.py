@@ -173,7 +173,7 @@ def _capped() -> Llama:
     """Gemma: soft caps, and layers with another window and rotation than the next one."""
     return Llama(
         LlamaShape(
-            **{**COMMON, "attention_dropout": 0.0},
+            **COMMON,
             **LOCAL_LAYERS,
             local_rotary_base=100.0,
             attn_logit_softcapping=0.3,
@@ -188,7 +188,7 @@ def _sinks() -> Llama:
     """GPT-OSS: a sink of each head, biases of router and experts, a clamped gate."""
     return Llama(
         LlamaShape(
-            **{**COMMON, "attention_dropout": 0.0},
+            **COMMON,
             **LOCAL_LAYERS,
             attention_sinks=True,
             attention_bias="all",

@@ -114,7 +114,7 @@ class Scenario:
         attention = self.dropout if self.attention_dropout is None else self.attention_dropout
         if self.model != "gpt":
             family = MODELS[self.model].family
-            # Soft caps and sinks exclude it.
+            # Latent attention and others have none.
             attention = attention if family.shape.attention_dropout else 0.0
             shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=attention)
             return self._changed(type(family)(shape))

@@ -122,6 +122,29 @@ def test_rampup_and_curriculum_have_the_same_bits_after_a_resume(whole):
     assert tensors(folder / "growing-3", step) == tensors(folder / "growing", step)
 
 
+# 40 and 100 samples of 32 tokens.
+STEPPED = {
+    "train_samples": "300",
+    "step_batch_size_schedule": "0:4 1.28K:12 3.2K:16",
+    "lr_warmup_samples": "36",
+    "eval_interval": "7",
+}
+
+
+def test_steps_of_the_batch_size_have_the_same_bits_after_a_resume(whole):
+    folder, data, _, _ = whole
+    train(data, folder / "stepped", 1, train_iters=None, **STEPPED)
+    records = [line for line in lines(folder / "stepped" / "metrics.jsonl") if "lm_loss" in line]
+    assert [line["global_batch_size"] for line in records] == [4] * 10 + [12] * 5 + [16] * 13
+    assert [records[at]["consumed_train_samples"] for at in (9, 14, -2, -1)] == [40, 100, 292, 308]
+    # By samples: 36 of warm-up are nine steps of four.
+    assert [records[step]["learning_rate"] for step in (0, 9)] == [0.0, 2e-3]
+    train(data, folder / "stepped-3", 3, train_iters=None, exit_interval="12", **STEPPED)
+    train(data, folder / "stepped-3", 3, train_iters=None, load=str(folder / "stepped-3"), **STEPPED)
+    assert figures(folder / "stepped-3") == figures(folder / "stepped")
+    assert tensors(folder / "stepped-3", 28) == tensors(folder / "stepped", 28)
+
+
 def test_load_without_optimizer_or_progress_restarts_them(whole):
     folder, data, expected, _weights = whole
     train(data, folder / "tuned", 1, "--finetune", "--no-save-optim", load=str(folder / "whole"), train_iters="2")

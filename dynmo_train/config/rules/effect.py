@@ -83,7 +83,7 @@ EFFECTS: tuple[EffectRule, ...] = (
         refuse=True,
     ),
     EffectRule(
-        options=("moe_pad_expert_input_to_capacity",),
+        options=("moe_pad_expert_input_to_capacity", "moe_eval_capacity_factor", "moe_min_capacity"),
         when=_has_capacity,
         without="without --moe-expert-capacity-factor",
         refuse=True,

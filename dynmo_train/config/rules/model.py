@@ -369,9 +369,15 @@ def _attention(config: Config) -> Iterator[Problem]:
     }
     if model.attention_sinks and model.softmax_off_by_one:
         yield conflict("--softmax-off-by-one", "is a sink of 0, with --attention-sinks, which are learned; remove one")
+    without = {
+        "--sparse-attention": config.attention.sparse_attention,
+        "--context-parallel-size": config.parallel.context_parallel_size > 1,
+    }
     for flag in [flag for flag, on in eager.items() if on]:
-        if model.attention_dropout > 0:
-            yield unsupported(flag, f"is given with --attention-dropout {model.attention_dropout}; use 0")
+        for other in [other for other, on in without.items() if on]:
+            if model.attention_dropout > 0:
+                dropout = model.attention_dropout
+                yield unsupported(flag, f"is given with {other} and --attention-dropout {dropout}; use a dropout of 0")
     sigmoid = ("clamped_swiglu", "quick_geglu")
     for name, activations in {"swiglu_alpha": sigmoid, "swiglu_limit": sigmoid[:1], "swiglu_offset": sigmoid}.items():
         if model.activation not in activations and config.sources.get(name) in ("flag", "file"):

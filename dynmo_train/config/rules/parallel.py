@@ -210,6 +210,14 @@ def _layout(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _batch_size_flag(config: Config) -> str:
+    """The option that sets the batch sizes of a run."""
+    training = config.training
+    if training.step_batch_size_schedule is not None:
+        return "--step-batch-size-schedule"
+    return "--global-batch-size" if training.rampup_batch_size is None else "--rampup-batch-size"
+
+
 def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
     """Conditions of the schedules of torch.distributed.pipelining, for all batch sizes."""
     parallel, workers = config.parallel, config.parallel.pipeline_model_parallel_size
@@ -217,7 +225,7 @@ def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
         sizes = config.batch_sizes.sizes()
     except UsageError:
         return
-    flag = "--global-batch-size" if len(sizes) == 1 else "--rampup-batch-size"
+    flag = _batch_size_flag(config) if len(sizes) > 1 else "--global-batch-size"
     for size in sizes:
         microbatches = size // (config.training.micro_batch_size * parallel.data_parallel_size)
         if not microbatches:
@@ -251,7 +259,8 @@ def _custom(config: Config, _world_size: int) -> Iterator[Problem]:
     if config.balance.balance != "offline" or config.balance.plan is None:
         yield conflict("--schedule", "custom requires --balance offline and --plan FILE with operations")
     if len(config.batch_sizes.sizes()) > 1:
-        yield conflict("--schedule", "custom requires a constant number of microbatches; remove --rampup-batch-size")
+        flag = _batch_size_flag(config)
+        yield conflict("--schedule", f"custom requires a constant number of microbatches; remove {flag}")
 
 
 def _reduction(config: Config, _world_size: int) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ..._common.document import Problem
 from ..._common.errors import UsageError
 from ..batch_schedule import parse_ranges
+from ..parse import batch_sizes_of
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
 
@@ -28,10 +29,17 @@ def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
             f"is {accumulated}; times --micro-batch-size {training.micro_batch_size} x {replicas} replicas it must be"
             f" --global-batch-size {training.global_batch_size}; remove one",
         )
-    if training.rampup_batch_size is None:
-        return
+    if training.step_batch_size_schedule is not None:
+        yield from _stepped_batch(config, multiple)
+    elif training.rampup_batch_size is not None:
+        yield from _growing_batch(config, multiple)
+
+
+def _growing_batch(config: Config, multiple: int) -> Iterator[Problem]:
+    """Rules over ``--rampup-batch-size``; batch sizes are multiples of ``multiple``."""
+    training, replicas = config.training, config.parallel.data_parallel_size
     try:
-        sizes = config.batch_sizes
+        sizes = batch_sizes_of(training.rampup_batch_size, training.global_batch_size)
     except UsageError as error:
         yield Problem("--rampup-batch-size", "form", str(error))
         return
@@ -43,6 +51,36 @@ def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
         )
     if training.train_samples is None:
         yield conflict("--rampup-batch-size", "requires --train-samples instead of --train-iters")
+
+
+def _stepped_batch(config: Config, multiple: int) -> Iterator[Problem]:
+    """Rules over ``--step-batch-size-schedule``; batch sizes are multiples of ``multiple``."""
+    flag, training, replicas = "--step-batch-size-schedule", config.training, config.parallel.data_parallel_size
+    for other, value in (
+        ("--rampup-batch-size", training.rampup_batch_size),
+        ("--gradient-accumulation-steps", training.gradient_accumulation_steps),
+    ):
+        if value is not None:
+            yield conflict(flag, f"cannot be combined with {other} {value}; remove one")
+    try:
+        sizes = config.batch_sizes
+    except UsageError as error:
+        yield Problem(flag, "form", str(error))
+        return
+    wrong = [size for size in sizes.sizes() if size % multiple]
+    if wrong:
+        yield conflict(
+            flag,
+            f"has the size {wrong[0]}; each must be a multiple of --micro-batch-size {training.micro_batch_size}"
+            f" x {replicas} data-parallel replicas; sizes of steps that are done may be replaced",
+        )
+    # Iterations of the learning rate count as this number of samples, and evaluations have this batch size. Megatron
+    # refuses the flag here, and has one microbatch of each replica.
+    if training.global_batch_size not in (multiple, sizes.final):
+        yield conflict(
+            "--global-batch-size",
+            f"is {training.global_batch_size}, but the last size of {flag} is {sizes.final}; remove one",
+        )
 
 
 def _evaluation(config: Config, _world_size: int) -> Iterator[Problem]:

@@ -15,11 +15,15 @@ TRAINING_KEYS = frozenset(
         "moe_global_aux_loss_coeff",
         "moe_z_loss_coeff",
         "moe_capacity_factor",
+        "moe_eval_capacity_factor",
+        "moe_min_capacity",
         "moe_token_drop_policy",
     }
 )
 # Keys that earlier versions did not write, and the values that those used.
 FORMER_VALUES = {
+    "moe_eval_capacity_factor": None,
+    "moe_min_capacity": 0,
     "moe_token_drop_policy": "probs",
     "moe_seq_aux_loss_coeff": 0.0,
     "moe_global_aux_loss_coeff": 0.0,

@@ -250,6 +250,8 @@ def _experts(moe: MoeShape) -> dict[str, Any]:
         "moe_aux_loss_coeff": " ".join(str(value) for value in losses.values()),
         "moe_z_loss_coeff": moe.z_loss_coeff,
         "moe_expert_capacity_factor": moe.capacity_factor,
+        "moe_eval_capacity_factor": moe.eval_capacity_factor,
+        "moe_min_capacity": moe.min_capacity,
         "moe_token_drop_policy": moe.drop_policy,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
         "moe_shared_expert_gate": moe.shared_gate,

@@ -250,7 +250,7 @@ def dry_run(config: Config, device: str) -> DryRunReport:
     return DryRunReport(
         parameters=total,
         parameters_per_worker=max(by_worker),
-        flops_per_step=flops_counter(config, family)(config.training.global_batch_size, config.model.seq_length),
+        flops_per_step=flops_counter(config, family)(config.batch_sizes.final, config.model.seq_length),
         peak_memory_bytes=worker_peaks(config, family, boundary, header, simulation, memories),
         expert_copies_bytes=max(copies_of_worker(config, family, header, worker, stages) for worker in range(workers)),
         step_s=simulation["step_ns"] / 1e9,

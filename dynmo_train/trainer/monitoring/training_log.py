@@ -14,6 +14,7 @@ from typing import Any
 
 from ..._common.console import emit
 from ...config import Config, TrainingConfig, config_document
+from ...config.batch_schedule import SteppedBatchSizes
 from ...data.batches import eval_samples
 from ...optim.compression.stats import report_lines
 from ...parallel.process_groups import World
@@ -379,7 +380,9 @@ def run_argument_lines(config: Config, run: RunDirectory) -> list[str]:
 def batch_line(config: Config) -> str:
     """The number of microbatches per step, or the ramp-up of the batch size."""
     sizes = config.batch_sizes
-    if not sizes.increment:
+    if isinstance(sizes, SteppedBatchSizes):
+        return f"using step batch size schedule: {config.training.step_batch_size_schedule}"
+    if sizes.is_constant:
         return f"setting number of micro-batches to constant {config.microbatches}"
     return (
         f"will use batch size rampup starting from global batch size {sizes.start} to global batch size {sizes.final}"

@@ -372,6 +372,7 @@ TEXTS: list[tuple[str, list[str], Any]] = [
     ("config.parse:parse_rotary_scaling", ['{"rope_type": "linear", "factor": 2}'], None),
     ("config.parse:parse_layer_types", ["sliding,full", "full_attention sliding_attention"], None),
     ("config.parse:parse_fractions", ["0.5,0.7,0.9"], lambda p, t: p("--x", t)),
+    ("config.batch_schedule:parse_batch_size_schedule", ["0:16 2.4B:320", "0:8,1e6:.5K"], lambda p, t: p(t, 2048)),
     ("config.batch_schedule:parse_ranges", ["64:96 128:256", "0:1"], lambda p, t: p("--x", t)),
     ("pipeline.emulation_trace:parse_slow_worker", ["1:5:20:60"], None),
     ("launch.slurm:parse_het_group", ["2:gpu", "2:gpu:4"], None),

@@ -139,7 +139,14 @@ def test_invalid_rotary_scaling_is_refused(text, message):
         ({"family": "llama", "layer_types": "other", "attention_window": 8}, "must be full or sliding"),
         ({"family": "llama", "local_rotary_base": 10.0}, "requires --attention-window"),
         ({"family": "gpt", **GEMMA}, "requires --position-embedding-type rotary"),
-        ({"family": "llama", "attn_logit_softcapping": 5.0, "attention_dropout": 0.1}, "--attention-dropout 0.1"),
+        (
+            {"family": "llama", "attn_logit_softcapping": 5.0, "attention_dropout": 0.1, "sparse_attention": True},
+            "--sparse-attention and --attention-dropout 0.1",
+        ),
+        (
+            {"family": "llama", "attention_sinks": True, "attention_dropout": 0.1, "context_parallel_size": 2},
+            "--context-parallel-size and --attention-dropout 0.1",
+        ),
         ({"family": "llama", "swiglu_limit": 2.0}, "requires --activation clamped_swiglu"),
         ({"family": "bert", "attention_sinks": True}, "requires family gpt or llama"),
         ({"family": "llama", "rotary_scaling": LONGROPE}, "must be 8, one for two elements"),

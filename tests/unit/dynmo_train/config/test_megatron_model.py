@@ -117,10 +117,19 @@ def test_lengths_in_tokens_become_steps_of_a_run_in_steps():
     assert config.optimizer.lr_warmup_iters == 2
 
 
-def test_capacity_of_evaluation_must_be_that_of_training():
-    words = "--num-experts 4 --moe-train-capacity-factor 2.0"
-    assert problems_of(f"{words} --moe-eval-capacity-factor 2") == []
-    assert problems_of(f"{words} --moe-eval-capacity-factor 1.0") == ["--moe-eval-capacity-factor"]
+@pytest.mark.parametrize(
+    ("words", "capacity"),
+    [
+        # The defaults of Megatron-DeepSpeed's options.
+        ("--moe-train-capacity-factor 2.0", (2.0, 1.0, 4)),
+        ("--moe-train-capacity-factor 2.0 --moe-eval-capacity-factor 1.5 --moe-min-capacity 0", (2.0, 1.5, 0)),
+        # Megatron-LM has one factor, and no minimum.
+        ("--moe-expert-capacity-factor 2.0", (2.0, None, 0)),
+    ],
+)
+def test_capacity_of_experts_has_the_defaults_of_the_program(words, capacity):
+    model = config_of_length(f"--num-experts 4 --train-iters 2 {words}").model
+    assert (model.moe_expert_capacity_factor, model.moe_eval_capacity_factor, model.moe_min_capacity) == capacity
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,6 @@ from dynmo_train.config.options import DefaultContext
 FOLDER = Path(__file__).parent / "megatron"
 SCRIPTS = tomllib.loads((FOLDER / "scripts.toml").read_text())
 COMMANDS = typer.main.get_command(app).commands["pretrain"].commands
-# Flags that the scripts need and this package refuses; all others are translated or have no effect.
-REFUSED = {
-    "gpt3-175b": ["--step-batch-size-schedule"],
-    "deepspeed-moe": ["--moe-min-capacity"],
-}
 LLAMA3 = {
     "model.num_layers": 32,
     "model.hidden_size": 4096,
@@ -56,6 +51,9 @@ EXPECTED = {
         "parallel.data_parallel_size": 1,
         "optimizer.lr_warmup_fraction": 0.001,
         "precision.fp16": True,
+        "training.step_batch_size_schedule": "0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536",
+        "training.train_iters": 500000,
+        "optimizer.lr_decay_iters": 430000,
     },
     "llama3-8b-fp8": LLAMA3,
     "llama3-8b-fsdp": {**LLAMA3, "parallel.zero_stage": 3},
@@ -101,6 +99,7 @@ EXPECTED = {
         "model.swiglu_limit": 7.0,
         "model.swiglu_offset": 1.0,
         "model.attention_sinks": True,
+        "model.attention_dropout": 0.1,  # Megatron's default: the script has no --attention-dropout
         "model.attention_window": 128,
         "model.layer_type_pattern": ("sliding_attention", "full_attention"),
         "model.rotary_scaling_object": {
@@ -114,6 +113,13 @@ EXPECTED = {
         },
         "model.add_bias_linear": False,
         "model.num_experts": 4,
+    },
+    "deepspeed-moe": {
+        "model.num_experts": 64,
+        "model.moe_expert_capacity_factor": 1.0,
+        "model.moe_eval_capacity_factor": 1.0,
+        "model.moe_min_capacity": 4,
+        "parallel.expert_model_parallel_size": 8,
     },
     "deepspeed-zero-bubble": {
         "training.train_samples": 146484375,
@@ -132,8 +138,6 @@ EXPECTED = {
     },
     "deepspeed-gpt-distributed-mp": {"parallel.pipeline_model_parallel_size": 2, "precision.fp16": True},
 }
-# Attention with sinks has no dropout here: the script must set it to 0.
-MORE = {"gpt-oss": ["--attention-dropout", "0"]}
 SIZES = {
     "gpt3-175b": 128,
     "bert-340m": 128,
@@ -161,16 +165,14 @@ def translated(name):
 def test_each_flag_of_a_script_is_known(name):
     translation, own = translated(name), declared(SCRIPTS[name]["family"])
     assert [word for word in translation.arguments if word.startswith("--") and word not in own] == []
-    assert sorted(problem.path for problem in translation.problems) == sorted(REFUSED.get(name, []))
+    assert sorted(problem.path for problem in translation.problems) == []
     assert all(": " in note for note in translation.notes)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SCRIPTS if set(REFUSED.get(name, [])) <= {"--step-batch-size-schedule"}]
-)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_configuration_of_a_script_has_its_sizes(name):
     family = SCRIPTS[name]["family"]
-    context = COMMANDS[family].make_context(family, [*translated(name).arguments, *MORE.get(name, [])])
+    context = COMMANDS[family].make_context(family, [*translated(name).arguments])
     flags = {key: value for key, value in context.params.items() if key in option_specs() and value is not None}
     config = resolve_checked(
         flags=flags,

@@ -59,6 +59,30 @@ CASES = {
         "--rampup-batch-size",
     ),
     "ramp by steps": ({"global_batch_size": 4, "rampup_batch_size": "2 2 9"}, "--rampup-batch-size"),
+    "form of steps": ({"step_batch_size_schedule": "0:2 x:4"}, "--step-batch-size-schedule"),
+    "steps of odd sizes": (
+        {**REPLICAS, "global_batch_size": 4, "step_batch_size_schedule": "0:3 64:4"},
+        "--step-batch-size-schedule",
+    ),
+    "steps up to another size": (
+        {"global_batch_size": 6, "step_batch_size_schedule": "0:2 64:4"},
+        "--global-batch-size",
+    ),
+    "steps and a ramp": (
+        {
+            **{"train_iters": None, "train_samples": 99, "global_batch_size": 4},
+            **{"rampup_batch_size": "2 2 9", "step_batch_size_schedule": "0:2 64:4"},
+        },
+        "--step-batch-size-schedule",
+    ),
+    "steps and accumulation": (
+        {"gradient_accumulation_steps": 2, "step_batch_size_schedule": "0:2 64:4"},
+        "--step-batch-size-schedule",
+    ),
+    "steps of another number of microbatches": (
+        {"step_batch_size_schedule": "0:2 64:4", "schedule": "custom", "balance": "offline", "plan": "p"},
+        "--schedule",
+    ),
     "both lengths": ({"train_samples": 99}, "--train-iters"),
     "decay in samples": ({"lr_decay_samples": 9}, "--lr-decay-samples"),
     "lengths that ranks cannot share": ({**CUT_TOKENS, "curriculum_shortest": 9}, "--curriculum-shortest"),

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dynmo_train.models import eager_attention
 from dynmo_train.models.blocks import SelfAttention
 from dynmo_train.models.positions import Rotary
+from dynmo_train.parallel.random_stream import ItemStream, drawing_from
 
 B, H, G, T, K = 2, 6, 2, 23, 8
 CPU = torch.device("cpu")
@@ -23,8 +24,8 @@ def made(tokens=T, keys=T, dtype=torch.float32):
     return [(torch.randn(shape, generator=generator) * 2).to(dtype).requires_grad_() for shape in shapes]
 
 
-def reference(q, k, v, sinks, *, scale=None, cap=None, mask=None, causal=False, window=None):
-    """The formula, of all scores at once."""
+def reference(q, k, v, sinks, *, scale=None, cap=None, mask=None, causal=False, window=None, factors=1.0):
+    """The formula, of all scores at once; ``factors`` multiply the weights of keys."""
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
     z = q @ k.transpose(-1, -2) * (K**-0.5 if scale is None else scale)
     if cap is not None:
@@ -35,9 +36,9 @@ def reference(q, k, v, sinks, *, scale=None, cap=None, mask=None, causal=False, 
         visible = visible & (found <= places) & (found > places - (window or k.shape[2]))
     z = z.masked_fill(~visible, -math.inf)
     if sinks is None:
-        return z.softmax(-1) @ v
+        return (z.softmax(-1) * factors) @ v
     with_sink = sinks.view(1, H, 1, 1).expand(*z.shape[:3], 1)
-    return torch.cat([z, with_sink], -1).softmax(-1)[..., :-1] @ v
+    return (torch.cat([z, with_sink], -1).softmax(-1)[..., :-1] * factors) @ v
 
 
 PADDING = (torch.arange(T) >= torch.tensor([0, 5])[:, None])[:, None, None] | torch.eye(T, dtype=torch.bool)
@@ -136,7 +137,60 @@ def test_compiled_attention_equals_the_eager_one(options):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"softcap": 0.5}, {"sinks": True}])
-def test_dropout_of_weights_is_refused(options):
-    with pytest.raises(ValueError, match="no dropout"):
-        attention(**options, attention_dropout=0.1)
+def stream(seed=1):
+    return ItemStream(torch.tensor([seed, 7], dtype=torch.int64))
+
+
+@pytest.mark.parametrize("chunk", [1, 300, 1 << 20])
+@pytest.mark.parametrize("has_sinks", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_dropout_in_chunks_equals_all_weights(monkeypatch, case, has_sinks, chunk):
+    monkeypatch.setattr(eager_attention, "CHUNK_SCORES", chunk)
+    monkeypatch.setattr(eager_attention, "SHORTEST_CHUNK", 3)
+    q, k, v, sinks = made()
+    inputs = [q, k, v, *([sinks] if has_sinks else [])]
+    # The numbers of all rows at once; a row is padded to whole words, of four numbers each.
+    words = stream().next_words(B * H * T * 6)
+    numbers = words.view(torch.int16).view(B, H, T, 24)[..., :T].int() + (1 << 15)
+    factors = (numbers >= round(0.25 * (1 << 16))).float() / 0.75
+    expected = reference(q, k, v, sinks if has_sinks else None, factors=factors, **CASES[case])
+    grad = torch.randn_like(expected)
+    references = torch.autograd.grad(expected, inputs, grad)
+    with drawing_from(stream()):
+        result = eager_attention.eager_attention(
+            q, k, v, sinks_H=sinks if has_sinks else None, dropout=0.25, **CASES[case]
+        )
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    # After the stream: the backward has the numbers of the forward.
+    for got, value in zip(torch.autograd.grad(result, inputs, grad), references, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_has_its_rate_and_keeps_the_mean():
+    q, k = torch.zeros(4, 6, 64, 8), torch.zeros(4, 2, 64, 8)
+    v = torch.ones(4, 2, 64, 8)
+    with drawing_from(stream()):
+        y = eager_attention.eager_attention(q, k, v, sinks_H=torch.zeros(6), dropout=0.25)
+        other = eager_attention.eager_attention(q, k, v, sinks_H=torch.zeros(6), dropout=0.25)
+    # 64 equal keys and the sink, whose weight goes to no key; the deviation of a query is 0.07, that of the mean 0.002.
+    assert abs(y.mean() * 65 / 64 - 1) < 0.01
+    assert 0.05 < y[..., 0].std() < 0.1
+    # Samples, heads, queries and draws have numbers of their own.
+    assert len(y[..., 0].flatten(0, 1).unique(dim=0)) == 24
+    assert not torch.equal(y, other)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 0.5, "window": 4}, {"sinks": True}])
+def test_compiled_dropout_equals_the_eager_one(options):
+    module = attention(**options, attention_dropout=0.3)
+    x = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(2))
+    with drawing_from(stream()):
+        expected = module(x)
+    with drawing_from(stream()):
+        compiled = torch.compile(module.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), expected)
+    with drawing_from(stream(2)):
+        assert not torch.equal(module(x), expected)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x))

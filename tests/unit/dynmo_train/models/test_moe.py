@@ -58,7 +58,7 @@ def slots_of_experts(probabilities, moe):
     chosen = [[n for n in range(tokens) if e in choices[n]] for e in range(EXPERTS)]
     if moe.capacity_factor is None:
         return choices, chosen
-    capacity = math.ceil(moe.capacity_factor * tokens * moe.top_k / EXPERTS)
+    capacity = max(math.ceil(moe.capacity_factor * tokens * moe.top_k / EXPERTS), moe.min_capacity)
     if moe.drop_policy == "probs":
         chosen = [sorted(each, key=lambda n, e=e: (-weights[n, e], n)) for e, each in enumerate(chosen)]
     return choices, [sorted(each[:capacity]) for each in chosen]
@@ -98,6 +98,10 @@ def gradients(made, x, output, losses, grad):
     return found | {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in made.named_parameters()}
 
 
+MINIMA = [
+    {"top_k": 2, "capacity_factor": 0.25, "min_capacity": minimum, "pad_to_capacity": pad, "drop_policy": policy}
+    for minimum, pad, policy in itertools.product((1, 7, 1000), (False, True), ("probs", "position"))
+]
 CASES = [
     {"top_k": top_k, "capacity_factor": factor, "drop_policy": policy, "pad_to_capacity": pad}
     for top_k, (factor, policy, pad) in itertools.product(
@@ -123,13 +127,13 @@ def check_equals_plain(kind, options):
 SHARED = [{"shared_ffn_size": 12, "shared_gate": gate} for gate in (False, True)]
 
 
-@pytest.mark.parametrize("options", CASES + SHARED, ids=str)
+@pytest.mark.parametrize("options", CASES + MINIMA + SHARED, ids=str)
 def test_moe_mlp_equals_a_plain_loop_over_tokens(options):
     check_equals_plain(GPT, options)
 
 
 @pytest.mark.parametrize("kind", [GPT, MIXTRAL], ids=["gpt", "mixtral"])
-@pytest.mark.parametrize("options", CASES[::3] + SHARED, ids=str)
+@pytest.mark.parametrize("options", CASES[::3] + MINIMA[::3] + SHARED, ids=str)
 def test_moe_mlp_grouped_products_equal_a_plain_loop(grouped, kind, options):
     check_equals_plain(kind, options)
 
@@ -143,6 +147,24 @@ def computed_rows(made, x):
         )
     made(x)
     return list(rows.values())
+
+
+@pytest.mark.parametrize(("minimum", "rows"), [(0, 4), (7, 7), (1000, 26)])
+def test_padded_experts_compute_the_minimum_capacity(minimum, rows):
+    # An even share of 26 tokens with two experts each, times 0.25, is 3.25.
+    made = layer(top_k=2, capacity_factor=0.25, min_capacity=minimum, pad_to_capacity=True)
+    assert computed_rows(made, drawn(2, 13, WIDTH)) == [rows] * EXPERTS
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_evaluation_has_a_capacity_of_its_own(factor):
+    made = layer(top_k=2, capacity_factor=1.0, eval_capacity_factor=factor, drop_policy="position")
+    same = layer(top_k=2, capacity_factor=factor, drop_policy="position")
+    x = drawn(2, 13, WIDTH, seed=3)
+    trained = layer(top_k=2, capacity_factor=1.0, drop_policy="position")(x).output
+    assert torch.equal(made(x).output, trained)
+    assert torch.equal(made.eval()(x).output, same.eval()(x).output)
+    assert not torch.equal(made(x).output, trained)
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])

@@ -35,6 +35,8 @@ WITHOUT = {
 WITH = {
     "muon_tp_mode": {"optimizer": "muon", "world_size": 2, "tensor_model_parallel_size": 2},
     "moe_expert_capacity_factor": {"num_experts": 4},
+    "moe_eval_capacity_factor": {"num_experts": 4, "moe_expert_capacity_factor": 1.0},
+    "moe_min_capacity": {"num_experts": 4, "moe_expert_capacity_factor": 1.0},
     "pruning_freq": {"sparsify": True},
     "pack_to": {"balance": "online", "world_size": 2, "global_batch_size": 4},
     "emb_comm_opt": {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8},

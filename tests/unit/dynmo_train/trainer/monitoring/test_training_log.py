@@ -225,6 +225,8 @@ def test_startup_lines_equal_megatrons():
 
 def test_batch_size_ramp_is_logged():
     given = {**SMALL, "train_iters": None, "train_samples": 5000, "global_batch_size": 32}
+    stepped = config_of(**given, step_batch_size_schedule="0:16 1K:32")
+    assert batch_line(stepped) == "using step batch size schedule: 0:16 1K:32"
     assert batch_line(config_of(**given, rampup_batch_size="16 8 1000")) == (
         "will use batch size rampup starting from global batch size 16 to global batch size 32"
         " with batch size increments 8 over 1000 samples."
