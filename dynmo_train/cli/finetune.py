@@ -131,6 +131,8 @@ def check_supported(config: Any) -> None:
         "--step-batch-size-schedule": config.training.step_batch_size_schedule is not None,
         "--curriculum-shortest": config.training.curriculum_shortest is not None,
         "--zero-stage": config.parallel.zero_stage == 3,
+        # The sizes are always those of --pretrained-checkpoint.
+        "--use-checkpoint-args": config.run.use_checkpoint_args,
     }
     for flag in (flag for flag, on in wrong.items() if on):
         raise UsageError(f"{flag}: not supported by finetune; remove it")

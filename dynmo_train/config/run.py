@@ -53,7 +53,7 @@ class RunConfig:
         common=True,
     )
     use_checkpoint_args: bool = option(
-        "Take the model's options that are not given from the checkpoint of --load.", default=False
+        "Take model options that are not given from the checkpoint of --load.", default=False
     )
     exit_on_missing_checkpoint: bool | None = option(
         "Exit if --load has no checkpoint; none: if any was saved.", default=None

@@ -213,5 +213,7 @@ def test_options_of_pretraining_are_refused():
     check_supported(config_of(**common))
     with pytest.raises(UsageError, match="--balance: not supported by finetune"):
         check_supported(config_of(**common, balance="online"))
+    with pytest.raises(UsageError, match="--use-checkpoint-args: not supported by finetune"):
+        check_supported(config_of(**common, use_checkpoint_args=True))
     with pytest.raises(UsageError, match="--zero-stage: not supported by finetune"):
         check_supported(config_of(**common, zero_stage=3))

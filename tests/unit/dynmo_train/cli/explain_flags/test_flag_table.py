@@ -178,6 +178,7 @@ initial_load_model_only = true
 keep_latest_k = 10
 [activation_checkpoint]
 mode = "selective"
+class = "FullAC"
 [compile]
 enable_async_tensor_parallel = true
 enable = true
