@@ -158,7 +158,8 @@ def test_quantized_weights_are_exported_as_transformers_dequantizes_them(trained
     theirs = dequantized(folder / "in")
     for name, parameter in theirs.named_parameters():
         assert torch.equal(parameter, plain.get_parameter(name)), name
-    assert torch.equal(logits_of(theirs, sample), logits_of(plain, sample))
+    # With several threads products may be added in another order.
+    torch.testing.assert_close(logits_of(theirs, sample), logits_of(plain, sample), rtol=0, atol=1e-5)
 
 
 def test_two_steps_on_a_pipeline_equal_those_of_torch(trained):
