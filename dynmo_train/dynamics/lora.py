@@ -46,6 +46,12 @@ class LoraConfig:
     )
 
 
+def saves_adapters_only(config: Config) -> bool:
+    """Whether checkpoints have the adapters without the weights under them."""
+    # Another registry of techniques may have no adapters.
+    return any(isinstance(each, LoraConfig) and each.lora_save_adapters for each in config.extensions.values())
+
+
 def settings_of(config: Config) -> LoraSettings | None:
     """The adapters of a run; None without any.
 

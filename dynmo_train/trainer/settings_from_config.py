@@ -18,7 +18,7 @@ from .._common.document import (
 from ..config import Config
 from ..config.extensions import technique_specs
 from ..config.validate import validate
-from ..dynamics.lora import LoraConfig
+from ..dynamics.lora import saves_adapters_only
 from ..dynamics.tuning import read_sparse_table
 from ..formats.plan import V_SCHEDULES, Plan, read_plan
 from ..formats.plan_check import validate_plan
@@ -282,7 +282,7 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         },
         sparse=sparse_table(config, stored),
         zero_stage=parallel.zero_stage,
-        adapters_only=config.options_of(LoraConfig).lora_save_adapters,
+        adapters_only=saves_adapters_only(config),
         per_token_loss=config.data.calculate_per_token_loss,
         zero_sync_microbatches=parallel.zero_gradient_sync == "microbatch",
         sequence_parallel=parallel.sequence_parallel,

@@ -41,7 +41,7 @@ from ..config import Config
 from ..config.batch_schedule import BatchPositions, Range
 from ..data.batches import RunData, open_run_data
 from ..data.tokenizer import TokenizerFiles
-from ..dynamics.lora import LoraConfig
+from ..dynamics.lora import saves_adapters_only
 from ..formats.checkpoint import BASE, Checkpoint, CheckpointError, base_reference, remove_stale_staging
 from ..formats.checkpoint.writer import read_latest
 from ..formats.plan import initial_plan, plan_ids, write_plan
@@ -204,7 +204,7 @@ def _base_of_adapters(
     Raises:
         UsageError: the run has no such checkpoint.
     """
-    if not config.options_of(LoraConfig).lora_save_adapters:
+    if not saves_adapters_only(config):
         return {}
     if manifest is not None and BASE in manifest:
         return dict(manifest[BASE])
