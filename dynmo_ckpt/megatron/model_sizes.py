@@ -82,7 +82,7 @@ def model_of(
         raise UsageError(
             f"{path}: the number of heads is {short_repr(heads)}; give --num-attention-heads, a divisor of {hidden}"
         )
-    epsilon = args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5))
+    epsilon = finite_number(args.get("layernorm_epsilon", args.get("norm_epsilon")))
     model: dict[str, Any] = {
         "family": family,
         "num_layers": layers["encoder"],
@@ -91,7 +91,7 @@ def model_of(
         "ffn_hidden_size": inner // 2 if family == "llama" else inner,
         "num_attention_heads": heads,
         **_vocabulary(args, given["vocab_size"], padded, remarks),
-        "layernorm_epsilon": finite_number(epsilon) or 1e-5,
+        "layernorm_epsilon": 1e-5 if epsilon is None else epsilon,
     }
     if family == "llama":
         return model | llama_sizes(
