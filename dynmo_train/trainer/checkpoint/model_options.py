@@ -14,65 +14,29 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ..._common.document import parse_json
 from ..._common.errors import UsageError
 from ...config.extensions import family_spec
+from ...config.schema import ModelConfig
 from ...data.tokenizer import FOLDER_NAMES, TokenizerFiles
 from ...formats.checkpoint import CheckpointError, find_checkpoint, open_checkpoint
 from ...launch.find_command import program_path
 from ...models.bert import BertShape
 from ...models.decoder import DecoderShape
+from ...models.family import STATED
 from ...models.ict import IctShape
-from ...models.latent_attention import LatentShape
-from ...models.moe_shape import SINKHORN, MoeShape
+from ...models.moe_shape import SINKHORN, TOPK, MoeShape
 from ...models.registry import CAUSAL
 from ...models.t5 import T5Shape
 from .load_checkpoint import foreign_kind, has_native_checkpoint
 
 TOKENIZER_OPTIONS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-# Options that have the names of the fields of every shape.
-SIZES = (
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "vocab_size",
-    "layernorm_epsilon",
-    "activation",
-)
-OF_DECODER = (
-    "num_layers",
-    "normalization",
-    "norm_placement",
-    "mlp_bias",
-    "rotary_base",
-    "embedding_scale",
-    "attention_scale",
-    "local_rotary_base",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "attention_sinks",
-    "swiglu_alpha",
-    "swiglu_limit",
-    "swiglu_offset",
-    "softmax_off_by_one",
-    "mtp_num_layers",
-)
-OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_interleaved")
-# Option -> field of the router.
-OF_ROUTER = {
-    "moe_router_score_function": "score_function",
-    "moe_router_pre_softmax": "pre_softmax",
-    "moe_router_topk_scaling_factor": "scaling_factor",
-    "moe_router_enable_expert_bias": "expert_bias",
-    "moe_router_bias": "bias",
-    "moe_router_num_groups": "num_groups",
-    "moe_router_group_topk": "group_topk",
-    "moe_router_group_experts": "group_experts",
-}
+# The options that describe a model.
+NAMES = frozenset(each.name for each in fields(ModelConfig))
 
 
 def checkpoint_options(path: Path, family: str, given: Collection[str]) -> dict[str, Any]:
@@ -172,7 +136,7 @@ def model_options(model: Mapping[str, Any]) -> dict[str, Any]:
             f"--use-checkpoint-args: not possible for the family {model['family']} of an installed package; give the"
             " options of the run again, from its run.json"
         )
-    found = {**{name: getattr(shape, name) for name in SIZES}, **own}
+    found = {**{name: getattr(shape, name) for name in STATED if name in NAMES}, **own}
     # The default of every option that may be None is None.
     return {name: value for name, value in found.items() if value is not None}
 
@@ -210,8 +174,12 @@ def _t5(shape: T5Shape) -> dict[str, Any]:
 
 
 def _decoder(shape: DecoderShape) -> dict[str, Any]:
+    """Fields that have the names of options, and those that options state in another form."""
+    parts = [part.manifest() for part in (shape.latent, shape.moe) if part is not None]
+    stated = {name: value for part in (shape.stated(), *parts) for name, value in part.items() if name in NAMES}
     found: dict[str, Any] = {
-        **{name: getattr(shape, name) for name in OF_DECODER},
+        **stated,
+        "num_layers": shape.num_layers,
         "position_embedding_type": shape.position_embedding,
         "rotary_percent": shape.rotary_fraction,
         "attention_window": shape.sliding_window,
@@ -221,16 +189,13 @@ def _decoder(shape: DecoderShape) -> dict[str, Any]:
         "add_qkv_bias": shape.attention_bias == "qkv",
         "rotary_scaling": None if shape.rotary_scaling is None else json.dumps(shape.rotary_scaling),
         "untie_embeddings_and_output_weights": not shape.tied_embeddings,
+        "mtp_num_layers": shape.mtp_num_layers,
     }
     if shape.latent is None:
         found |= {"num_query_groups": shape.groups, "kv_channels": shape.head_width}
     else:
-        found |= _latent(shape.latent)
+        found |= {"multi_latent_attention": True}
     return found if shape.moe is None else found | _experts(shape.moe)
-
-
-def _latent(latent: LatentShape) -> dict[str, Any]:
-    return {"multi_latent_attention": True, **{name: getattr(latent, name) for name in OF_LATENT}}
 
 
 def _experts(moe: MoeShape) -> dict[str, Any]:
@@ -243,19 +208,12 @@ def _experts(moe: MoeShape) -> dict[str, Any]:
     if moe.routing == SINKHORN:
         losses = {SINKHORN: 0.0}
     return {
-        "num_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
-        "moe_routing": "topk" if moe.routing == SINKHORN else moe.routing,
+        "moe_routing": TOPK if moe.routing == SINKHORN else moe.routing,
         "moe_router_load_balancing_type": " ".join(losses),
         "moe_aux_loss_coeff": " ".join(str(value) for value in losses.values()),
-        "moe_z_loss_coeff": moe.z_loss_coeff,
         "moe_expert_capacity_factor": moe.capacity_factor,
-        "moe_eval_capacity_factor": moe.eval_capacity_factor,
-        "moe_min_capacity": moe.min_capacity,
-        "moe_token_drop_policy": moe.drop_policy,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
         "moe_shared_expert_gate": moe.shared_gate,
-        "moe_ffn_hidden_size": moe.ffn_size,
         "moe_layer_freq": "1" if moe.layers is None else str(list(moe.layers)).replace(" ", ""),
-        **{option: getattr(moe.router, name) for option, name in OF_ROUTER.items()},
     }

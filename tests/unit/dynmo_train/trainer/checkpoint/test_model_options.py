@@ -29,6 +29,8 @@ SHAPES = {
     ),
     "long": replace(PLAIN, rotary_scaling={"rope_type": "longrope", "factor": 2.0, **FACTORS}),
 }
+BOUNDED = replace(SAMPLES["mixtral"].family.shape.moe, eval_capacity_factor=2.0, min_capacity=4)
+SHAPES["bounded experts"] = replace(PLAIN, moe=BOUNDED)
 FAMILIES = {name: sample.family for name, sample in SAMPLES.items()} | {
     name: Llama(shape) for name, shape in SHAPES.items()
 }
