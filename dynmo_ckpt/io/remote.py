@@ -401,9 +401,6 @@ class _RemoteHandle(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self.at
-
     def seek(self, offset: int, whence: int = 0) -> int:
         """As ``io.IOBase.seek``."""
         self.at = max(0, offset + (0, self.at, self.file.num_bytes)[whence])

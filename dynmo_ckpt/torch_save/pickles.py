@@ -131,7 +131,7 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
         UnsafePickleError, CorruptError: as :func:`load_pickle`.
     """
     bounded: Any = handle if isinstance(handle, io.BytesIO) else _BoundedFile(handle)
-    at = handle.tell()
+    at = handle.seek(0, io.SEEK_CUR)
     machine = _PickleMachine(source, handle.seek(0, io.SEEK_END) - at)
     handle.seek(at)
     done = 0
@@ -164,17 +164,14 @@ class _BoundedFile:
     """A file whose reads are bounded by its end, so that a false length does not allocate memory."""
 
     def __init__(self, handle: BinaryIO) -> None:
-        at = handle.tell()
+        at = handle.seek(0, io.SEEK_CUR)
         self.end = handle.seek(0, io.SEEK_END)
         self.handle = handle
         handle.seek(at)
 
-    def tell(self) -> int:
-        return self.handle.tell()
-
     def read(self, size: int) -> bytes:
         """At most ``size`` bytes, and not beyond the end."""
-        return self.handle.read(min(size, self.end - self.handle.tell(), MAX_PICKLE_BYTES))
+        return self.handle.read(min(size, self.end - self.handle.seek(0, io.SEEK_CUR), MAX_PICKLE_BYTES))
 
     def readline(self) -> bytes:
         return self.handle.readline(MAX_PICKLE_BYTES)

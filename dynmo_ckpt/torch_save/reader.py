@@ -109,9 +109,6 @@ class _FileRange(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self.at
-
     def seek(self, offset: int, whence: int = 0) -> int:
         """As ``io.IOBase.seek``: to byte ``offset`` from the begin (``whence`` 0), here (1) or the end (2)."""
         self.at = max(0, offset + (0, self.at, self.num_bytes)[whence])
@@ -220,7 +217,7 @@ def _read_stream(path: Path, handle: BinaryIO) -> tuple[Any, dict[str, StoredArr
         raise CorruptError(f"{path}: was written on a big-endian machine; only little-endian files are supported")
     tree, refs = load_stream(handle, source)
     keys = load_stream(handle, source)[0]
-    at = handle.tell()
+    at = handle.seek(0, io.SEEK_CUR)
     size = handle.seek(0, io.SEEK_END)
     storages = {}
     for key in keys:

@@ -53,7 +53,7 @@ class SortedPairs(contextlib.AbstractContextManager["SortedPairs"]):
     def _flush(self) -> None:
         rows = self._rows[: self._filled]
         rows = rows[np.lexsort((rows["other"], rows["main"]))]
-        self._runs.append((self._file.tell(), len(rows)))
+        self._runs.append((self._file.seek(0, os.SEEK_CUR), len(rows)))
         self._file.write(rows.tobytes())
         self._filled = 0
 

@@ -151,7 +151,7 @@ def encode_index(index: Index) -> Iterator[bytes]:
 
 def _column(handle: IO[bytes], kind: str, count: int, size: int) -> IntColumn:
     """The ``count`` numbers at the position of ``handle``, which moves past them; ``size`` is the file size."""
-    width, at = np.dtype(kind).itemsize, handle.tell()
+    width, at = np.dtype(kind).itemsize, handle.seek(0, os.SEEK_CUR)
     if count * width > size - at:
         raise _TruncatedIndexError(
             f"the header states {count} values of {width} bytes, but {max(size - at, 0)} bytes remain"
@@ -231,7 +231,7 @@ def _read_mmap(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem
     pointers = _column(handle, "<i8", count, size)
     documents = _column(handle, "<i8", boundaries, size)
     # The header does not state whether modes follow; exactly one byte per sequence at the end means that they do.
-    left = size - handle.tell()
+    left = size - handle.seek(0, os.SEEK_CUR)
     modes = _column(handle, "i1", count, size) if left == count and count else None
     if left and modes is None:
         problems.append(Problem("idx", "length", f"has {left} bytes after its content"))
@@ -273,7 +273,7 @@ def _read_tnt(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem]
     offsets = _column(handle, "<i8", count + 1, size)
     lengths = _column(handle, "<i8", sizes, size)
     documents = _column(handle, "<i8", boundaries, size)
-    if left := size - handle.tell():
+    if left := size - handle.seek(0, os.SEEK_CUR):
         problems.append(Problem("idx", "length", f"has {left} bytes after its content"))
     index = Index(form="tnt", dtype=np.dtype(DTYPES[code]), lengths=lengths, documents=documents)
     for name, column, expected in (

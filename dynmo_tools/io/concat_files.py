@@ -41,7 +41,7 @@ def append_files(target: IO[bytes], parts: Sequence[Path]) -> None:
         DynmoError: a part changed while it was copied.
     """
     target.flush()
-    begin = target.tell()
+    begin = target.seek(0, os.SEEK_CUR)
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(open(part, "rb", buffering=0)) for part in parts]
         ends = list(itertools.accumulate((os.fstat(source.fileno()).st_size for source in sources), initial=begin))
@@ -49,7 +49,7 @@ def append_files(target: IO[bytes], parts: Sequence[Path]) -> None:
         if ends[-1] - begin < DIRECT_FROM_BYTES or begin % ALIGNMENT or not _copy_direct(target, sources, ends):
             _copy_by_kernel(target, sources)
     target.seek(0, os.SEEK_END)
-    if target.tell() != ends[-1]:
+    if target.seek(0, os.SEEK_CUR) != ends[-1]:
         raise DynmoError(f"{target.name}: a part changed while it was copied; run the same command again")
 
 

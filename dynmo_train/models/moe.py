@@ -307,7 +307,7 @@ class MoeMlp(nn.Module):
         moe: number of experts, routing and losses.
         width: model width D.
         inner: width inside each expert.
-        activation: a key of ``blocks.ACTIVATIONS`` or ``gated.GATED``, or a ``ClampedSwiglu``.
+        activation: a key of ``feed_forward.ACTIVATIONS`` or ``gated.GATED``, or a ``ClampedSwiglu``.
         norm: normalization before the sublayer.
         device: where the parameters are created.
         bias: whether the experts' linear layers have biases.

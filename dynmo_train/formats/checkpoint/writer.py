@@ -116,7 +116,7 @@ def _start_writeback(handle: RawIOBase) -> None:
 
     Otherwise the flush at the end waits for all bytes, and each write touches new memory, which is slow.
     """
-    end = handle.tell()
+    end = handle.seek(0, os.SEEK_CUR)
     for back in (_CHUNK_BYTES, _CACHED_CHUNKS * _CHUNK_BYTES):
         begin = max(0, end - back)
         drop_cached(handle.fileno(), begin, min(_CHUNK_BYTES, end - begin))
