@@ -250,6 +250,19 @@ def logits_of(model, ids):
         return model.eval()(input_ids=ids).logits
 
 
+def check_exports(base, adapter, merged):
+    """The merged model differs from the base, and has the logits of the adapter in PEFT."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    plain, expected = logits_of(model, ids), logits_of(AutoModelForCausalLM.from_pretrained(merged), ids)
+    assert not torch.allclose(plain, expected, atol=1e-3)
+    peft = pytest.importorskip("peft", reason="peft is not installed (an optional peer)")
+    tuned = peft.PeftModel.from_pretrained(model, adapter)
+    torch.testing.assert_close(logits_of(tuned, ids), expected, rtol=0, atol=1e-5)
+
+
 def run_program(*words):
     done = subprocess.run([program_path(words[0]), *map(str, words[1:])], capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
@@ -263,7 +276,7 @@ def command(*words):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_exported_adapter_has_the_logits_of_the_merged_model(tmp_path):
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     llama = {"family": "llama", "num_query_groups": "2"}
     flags = ("--mock-data", "--untie-embeddings-and-output-weights")
     train(None, tmp_path / "base", 1, *flags, **(SHAPE | {"train_iters": "2"} | llama))
@@ -275,14 +288,7 @@ def test_exported_adapter_has_the_logits_of_the_merged_model(tmp_path):
         command("dynmo-ckpt", "convert", tmp_path / source, tmp_path / name, "--to", "hf")
     found = command("dynmo-train", "export-adapter", "--load", tmp_path / "run", "-o", tmp_path / "adapter")
     assert "32 tensors" in found
-    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base-hf")
-    plain = logits_of(base, ids)
-    merged_logits = logits_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged-hf"), ids)
-    assert not torch.allclose(plain, merged_logits, atol=1e-3)
-    peft = pytest.importorskip("peft", reason="peft is not installed (an optional peer)")
-    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    torch.testing.assert_close(logits_of(tuned, ids), merged_logits, rtol=0, atol=1e-5)
+    check_exports(tmp_path / "base-hf", tmp_path / "adapter", tmp_path / "merged-hf")
 
 
 def test_export_of_a_model_without_adapters_is_refused(base, tmp_path):
@@ -293,19 +299,12 @@ def test_export_of_a_model_without_adapters_is_refused(base, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_exported_adapter_of_a_gpt_has_the_logits_of_the_merged_model(base, tuned, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     command("dynmo-train", "export-adapter", "--load", tuned, "-o", tmp_path / "merged", "--merge")
     command("dynmo-train", "export-adapter", "--load", tuned, "-o", tmp_path / "adapter")
     for name, source in (("base-hf", base), ("merged-hf", tmp_path / "merged")):
         command("dynmo-ckpt", "convert", source, tmp_path / name, "--to", "hf")
-    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base-hf")
-    plain = logits_of(model, ids)
-    expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged-hf"), ids)
-    assert not torch.allclose(plain, expected, atol=1e-3)
-    peft = pytest.importorskip("peft", reason="peft is not installed (an optional peer)")
-    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
-    torch.testing.assert_close(logits_of(adapted, ids), expected, rtol=0, atol=1e-5)
+    check_exports(tmp_path / "base-hf", tmp_path / "adapter", tmp_path / "merged-hf")
 
 
 def test_export_to_a_directory_with_files_is_refused(tuned, tmp_path):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app
-from dynmo_ckpt.native.checkpoint import open_native
-from dynmo_ckpt.operations.reference_model import model_logits
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.moe_shape import MoeShape
-from tests.parity.item_stream import build_all, parameters, run
-from tests.unit.dynmo_ckpt import native_checkpoints
+from tests.parity.reference_models import check_logits, save_native
 
 COMMON = {
     "num_layers": 2,
@@ -39,29 +34,11 @@ FAMILIES = {
 def saved(request, tmp_path):
     """A family, its modules, and the folder of its checkpoint."""
     family = FAMILIES[request.param]
-    modules = build_all(family)
-    m = family.manifest()
-    native_checkpoints.save(
-        tmp_path / "native",
-        {name: p.detach().numpy() for name, p in parameters(modules).items() if name not in family.ties},
-        m,
-        partition=native_checkpoints.even_stages(m, 1),
-    )
-    return family, modules, tmp_path / "native"
+    return family, save_native(family, tmp_path / "native"), tmp_path / "native"
 
 
 def test_reference_model_equals_the_trainer(saved):
-    family, modules, folder = saved
-    tokens = np.random.default_rng(1).integers(0, 50, (2, 12))
-    ids = torch.from_numpy(tokens[:1])
-    with torch.no_grad():
-        for module in modules.values():
-            module.eval()
-        values = run(family, modules, {"ids": ids, "labels": ids})
-        expected = modules["head"].logits(values["before.hidden"])[0]
-    step = next(folder.glob("**/manifest.json")).parent
-    logits, _ = model_logits(open_native(step), tokens)
-    np.testing.assert_allclose(logits, expected.numpy(), rtol=0, atol=1e-4)
+    check_logits(*saved)
 
 
 def test_export_to_hugging_face_is_refused(saved, tmp_path):
