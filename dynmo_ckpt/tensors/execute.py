@@ -152,7 +152,8 @@ def execute(
 
 def _jobs(file: Writable, descriptor: int, directory: Path) -> list[_Job]:
     """Preallocate a file, and list its tensors with their offsets."""
-    allocate(descriptor, 0, file.num_bytes)
+    if file.num_bytes:  # posix_fallocate refuses a length of 0
+        allocate(descriptor, 0, file.num_bytes)
     pairs = zip(file.tensors, file.offsets, strict=True)
     path = directory / file.name
     return [_job(tensor, descriptor, offset, path) for tensor, offset in pairs]
