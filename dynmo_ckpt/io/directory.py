@@ -75,7 +75,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         try:
             clean_up(target, staging, previous)
         finally:
-            # Again: a signal just before _defer_signals interrupts the first call. A second call is idempotent.
+            # Again: a signal just before defer_signals interrupts the first call. A second call is idempotent.
             clean_up(target, staging, previous)
             for lock in locks:
                 if lock is not None:
@@ -113,7 +113,7 @@ def _lock(directory: Path) -> int | None:
 
 def clean_up(target: Path, staging: Path, previous: Path) -> None:
     """Restore the previous target where no new one has replaced it, and remove the rest."""
-    with _defer_signals():
+    with defer_signals():
         if previous.exists() and not target.exists():
             previous.rename(target)
         for leftover in (staging, previous):
@@ -124,7 +124,7 @@ def clean_up(target: Path, staging: Path, previous: Path) -> None:
 
 
 @contextmanager
-def _defer_signals() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Defer SIGTERM and SIGINT until the block ends: an interrupted cleanup would leave a directory.
 
     Python runs signal handlers in the main thread, whichever thread the system delivered the signal to. So it is not

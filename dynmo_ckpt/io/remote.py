@@ -18,6 +18,7 @@ milliseconds whatever its size. Each thread keeps one window, whichever file it 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import stat
 import threading
@@ -32,11 +33,17 @@ from .._common.errors import DynmoError, MissingExtraError
 from .errors import CorruptError, StorageError, short_name
 from .urls import SCHEMES, is_plain_name, is_url, parse_url
 
+# The scheme of Hugging Face repositories.
+HUB = "hf"
+# Files of a repository rather than of a checkpoint in it: they neither count as one nor are removed with it.
+REPOSITORY_FILES = (".gitattributes", ".gitignore", "LICENSE", "LICENSE.md", "LICENSE.txt", "README.md")
 WINDOW_BYTES = 8 << 20
 # Enough for the header of most files, so that opening one takes one request.
 HANDLE_BYTES = 1 << 18
 # The object that marks a directory whose upload is not complete. Readers do not list it.
 UPLOAD_MARK = ".dynmo-upload"
+# Where the objects lie that are to replace those of a directory. Readers do not list it either.
+STAGING = ".dynmo-staging"
 # What identifies the contents of an object, by store.
 IDENTITIES = ("ETag", "etag", "md5Hash", "crc32c", "generation", "blob_id", "mtime", "size")
 
@@ -132,7 +139,7 @@ class RemotePath(PosixPath):
             name = path.removeprefix(f"{own}/")
             if not is_plain_name(name):
                 raise CorruptError(f"{self}: has an object with the name {short_name(name)}, which is not a file name")
-            if name != UPLOAD_MARK:
+            if name not in (UPLOAD_MARK, STAGING):
                 found[name] = entry
         return found
 
@@ -266,6 +273,8 @@ def file_system(scheme: str) -> Any:
     try:
         import fsspec
 
+        # gcsfs logs each failed request with a traceback; its error becomes the message of the command.
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         return fsspec.filesystem(scheme)
     except ImportError as error:
         raise MissingExtraError(module, extra) from error
@@ -295,7 +304,32 @@ def remote_errors(path: RemotePath) -> Iterator[None]:
             raise StorageError(
                 f"{path}: no credentials ({_reason(error)}); set those of the store in your environment"
             ) from error
+        # gcsfs has no type and no number for this answer.
+        if str(error).startswith("Forbidden: "):
+            raise StorageError(f"{path}: {_STATUS_CAUSES[403]} ({_reason(error)})") from error
+        if cause := _STATUS_CAUSES.get(http_status(error) or 0):
+            raise StorageError(f"{path}: {cause} ({_reason(error)})") from error
         raise StorageError(f"{path}: the store cannot be used: {kind}: {_reason(error)}; try again") from error
+
+
+_STATUS_CAUSES = {
+    401: "the store does not accept the credentials; check those in your environment, such as HF_TOKEN",
+    403: "access denied; check the credentials in your environment, and what they permit",
+    409: "was changed by someone else meanwhile; run the command again",
+    412: "was changed by someone else meanwhile; run the command again",
+    429: "the store limits the rate of requests; try again later",
+}
+
+
+def http_status(error: BaseException | None) -> int | None:
+    """The status of the answer that caused an error of a client; None where there was no answer."""
+    while error is not None:
+        # huggingface_hub has the answer, gcsfs the number.
+        status = getattr(getattr(error, "response", None), "status_code", getattr(error, "code", None))
+        if isinstance(status, int):
+            return status
+        error = error.__cause__
+    return None
 
 
 def _reason(error: BaseException) -> str:
@@ -305,7 +339,7 @@ def _reason(error: BaseException) -> str:
 
 def _key(files: Any, path: RemotePath) -> str:
     """How the file system names a path in its listings."""
-    if path.scheme == "hf":
+    if path.scheme == HUB:
         return str(files.resolve_path(str(path)).unresolve())
     return str(files._strip_protocol(str(path))).rstrip("/")
 

@@ -3,7 +3,7 @@
 An object store has no rename, so the steps differ from those of :mod:`.directory`::
 
     mark        OUT/.dynmo-upload: readers of this project refuse OUT while it exists
-    clear       with --overwrite: the objects that were there
+    clear       what a cut upload left
     upload      parts of PART_BYTES; an object appears when its last part is committed
     read back   by ranges, compared with the checksum of what was sent
     markers     config.json, *.index.json, .metadata, manifest.json: other programs find a model by these
@@ -11,6 +11,18 @@ An object store has no rename, so the steps differ from those of :mod:`.director
 
 An error or a signal aborts the open uploads and removes what was written, and the mark last. What a killed process
 leaves has the mark, and none of the files by which a model is found. A cut connection leaves the same.
+
+A checkpoint that is replaced stays as it is until the new one is complete::
+
+    upload, read back, markers   to OUT/.dynmo-staging, which readers do not list
+    mark                         from here on, OUT is refused
+    remove                       the markers of the old checkpoint
+    copy                         the new objects, within the store, and the markers after everything else
+    remove                       old objects of other names, before the new markers; the staged objects
+    unmark
+
+Whatever ends the process before the mark leaves the old checkpoint. Between mark and unmark signals are deferred; a
+kill leaves the mark, and no file by which a mixture could be found.
 """
 
 from __future__ import annotations
@@ -24,16 +36,16 @@ from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
-from .directory import check_target
+from .directory import check_target, defer_signals
 from .errors import CorruptError, StorageError
-from .remote import UPLOAD_MARK, RemoteFile, RemotePath, remote_errors
-from .urls import READ_ONLY
+from .remote import STAGING, UPLOAD_MARK, RemoteFile, RemotePath, remote_errors
 
 PART_BYTES = 8 << 20
 # S3 allows 10,000 parts of one object.
 MAX_PARTS = 9_000
 # While a part is sent, the buffer, its copy and that of the client exist.
 COPIES_PER_PART = 3
+MARK_TEXT = b"This upload is running or was cut.\n"
 MARKERS = (".metadata", "LATEST", "config.json", "latest", "latest_checkpointed_iteration.txt", "manifest.json")
 
 
@@ -165,14 +177,9 @@ def check_remote_target(target: RemotePath, source: Path, *, overwrite: bool) ->
     """Check a new directory in an object store before anything is written.
 
     Raises:
-        UsageError: the store is only read; ``target`` is a bucket, has objects without ``overwrite``, or is or contains
-            ``source``.
+        UsageError: ``target`` is a bucket, has objects without ``overwrite``, or is or contains ``source``.
         StorageError: the store cannot be reached or denies access.
     """
-    if target.scheme in READ_ONLY:
-        raise UsageError(
-            f"{target}: {target.scheme}:// is only read; write a local directory and upload it with `hf upload`"
-        )
     if len(target.parts) < 3:
         raise UsageError(f"{target}: is a bucket; add a path below it")
     if isinstance(source, RemotePath) and (source.is_relative_to(target) or target.is_relative_to(source)):
@@ -188,26 +195,30 @@ def check_remote_target(target: RemotePath, source: Path, *, overwrite: bool) ->
 
 @contextmanager
 def new_remote_directory(target: RemotePath) -> Iterator[RemoteDirectory]:
-    """A directory in an object store that is marked as incomplete until the block ends without an error.
+    """A directory in an object store that becomes ``target`` when the block ends without an error.
 
-    Objects that are there are removed first. After an error or a signal, nothing stays.
+    Where ``target`` has objects and no mark, they stay until then, and the new ones are staged below it. After an error
+    or a signal in the block, nothing of the new directory stays.
 
     Raises:
         StorageError: the store cannot be reached, denies access, or has no such bucket.
     """
-    directory = RemoteDirectory(target)
     mark = target / UPLOAD_MARK
+    is_cut = mark.info(refresh=True) is not None
+    # A cut upload has no markers, so there is nothing in it to preserve.
+    previous = [] if is_cut else objects_of(target)
+    directory = RemoteDirectory(target / STAGING if previous else target)
     try:
-        directory.write(UPLOAD_MARK, b"This upload is running or was cut.\n")
+        if not previous:
+            directory.write(UPLOAD_MARK, MARK_TEXT)
+            directory.refresh()
+            # Markers first: from then on no other program takes what remains for a model.
+            directory.remove(sorted(objects_of(target), key=lambda path: not is_marker(path.name)))
+        directory.remove(objects_of(target / STAGING))
         directory.refresh()
-        before = [path for path in target.rglob("*") if path.is_file()]
-        if (whole := target.info()) is not None and whole["type"] == "file":
-            before.append(target)
-        # Markers first: from then on no other program takes what remains for a model.
-        directory.remove(sorted(before, key=lambda path: not is_marker(path.name)))
         yield directory
-        directory.remove([mark])
-        directory.refresh()
+        if not previous:
+            directory.remove([mark])
     except BaseException:
         directory.stop.set()
         with suppress(StorageError, CorruptError):
@@ -216,6 +227,52 @@ def new_remote_directory(target: RemotePath) -> Iterator[RemoteDirectory]:
             directory.remove([mark])
         directory.refresh()
         raise
+    if previous:
+        with defer_signals():
+            _replace(target, directory, previous)
+    directory.refresh()
+
+
+def objects_of(directory: RemotePath) -> list[RemotePath]:
+    """The objects below a prefix, and the one that has its name; those of a replacement are left out."""
+    found = [path for path in directory.rglob("*") if path.is_file()]
+    if (whole := directory.info()) is not None and whole["type"] == "file":
+        found.append(directory)
+    return found
+
+
+def _replace(target: RemotePath, staged: RemoteDirectory, previous: Iterable[RemotePath]) -> None:
+    """Copy the staged objects over those of ``target``; see the head of this module for the order.
+
+    Raises:
+        StorageError: the store refused. The mark stays, and the staged objects, which are complete.
+    """
+    files, directory, mark = target.file_system(), RemoteDirectory(target), target / UPLOAD_MARK
+    # As they were written: the manifest is the last marker.
+    names = [path.relative_to(staged.target).as_posix() for path in staged.written]
+    stale = [path for path in previous if path == target or path.relative_to(target).as_posix() not in names]
+    try:
+        sizes = {name: (staged.target / name).stat().st_size for name in names}
+        directory.write(UPLOAD_MARK, MARK_TEXT)
+        directory.remove(path for path in previous if is_marker(path.name))
+        for name in sorted(names, key=is_marker):
+            if is_marker(name) and stale:
+                directory.remove(stale)
+                stale = []
+            with upload_errors(target / name):
+                files.cp_file(str(staged.target / name), str(target / name))
+        directory.remove(stale)
+        directory.refresh()
+        unlike = [name for name, size in sizes.items() if (target / name).stat().st_size != size]
+        if unlike:
+            raise StorageError(f"{target / unlike[0]}: has another size than its source within the store")
+    except (StorageError, OSError) as error:
+        raise StorageError(
+            f"{error}; the new checkpoint is complete in {staged.target} and did not replace the old one; "
+            "write it again with --overwrite"
+        ) from error
+    directory.remove(staged.written)
+    directory.remove([mark])
 
 
 def stored_crc32(path: RemotePath, step_bytes: int = PART_BYTES) -> tuple[int, int]:

@@ -17,7 +17,6 @@ SCHEMES = {
     "gcs": ("gcsfs", "gs"),
     "hf": ("huggingface_hub", "hf"),
 }
-READ_ONLY = ("hf",)
 # Keys of S3 and names of Google Cloud Storage have at most 1024 bytes.
 MAX_URL_BYTES = 1024
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)

@@ -18,15 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._common.console import print_message
 from .._common.errors import MissingExtraError, UsageError
 from ..huggingface.decoders import DECODERS
 from ..huggingface.files import read_config
 from ..huggingface.models import LAYER_NORMS, hf_config
+from ..io.computed import stored_inputs
 from ..io.errors import CorruptError, UnsupportedError, short_names
-from ..io.remote import RemotePath
 from ..maps.decoder_fields import GATED
 from ..native.checkpoint import NativeCheckpoint
+from ..tensors.computed import arrays_of
 from ..tensors.computed import is_computed as is_computed_tensor
+from .local_copy import local_copy
 from .reference_model import Array, Ids, model_logits
 
 if TYPE_CHECKING:
@@ -72,14 +75,10 @@ class LogitsCheck:
 
         Raises:
             MissingExtraError: the comparison is required and needs a package that is not installed.
-            UsageError: the comparison is required, and a side cannot be read here.
+            UsageError: the comparison is required, and the output cannot be read here.
         """
         from ..converters.registry import get_format
 
-        if self.source_format == HF and isinstance(self.source.directory, RemotePath):
-            if self.required:
-                raise UsageError("--check-logits: transformers computes local directories only; copy IN first")
-            return "transformers computes local directories only"
         if get_format(self.target_format).read is None:
             if self.required:
                 raise UsageError(f"--check-logits: {self.target_format} is only written, and cannot be computed here")
@@ -98,6 +97,16 @@ class LogitsCheck:
             return f"{count:,} parameters are more than {BUDGET_PARAMETERS:,}; --check-logits compares any model"
         return ""
 
+    def _files_of_source(self) -> list[Path]:
+        """The files of the input that transformers reads: those with tensors, and JSON files next to them."""
+        arrays = [array for tensor in self.source.tensors.values() for array in arrays_of(tensor)]
+        paths = dict.fromkeys(stored.path for array in arrays for stored in stored_inputs(array))
+        directory = self.source.directory
+        # Tensors of compressed files were unpacked to the disk, so their paths do not name the files.
+        if not all(path.is_relative_to(directory) for path in paths):
+            return list(directory.rglob("*"))
+        return [*paths, *directory.glob("*.json")]
+
     def compare(self, target: Path) -> dict[str, Any]:
         """Compare the input with an output.
 
@@ -111,24 +120,29 @@ class LogitsCheck:
             UnsupportedError: their logits differ by more than the limit.
             CorruptError: transformers cannot compute one of them.
             MissingExtraError: transformers is needed and not installed.
+            StorageError: the disk has no space for a local copy of an address.
         """
-        from ..converters.registry import open_checkpoint
+        from ..converters.registry import DEFAULT_READ, get_format
 
         model = self.source.manifest["model"]
         tokens = fixed_tokens(model)
         # transformers cannot compute what this conversion computes: dequantized weights, or a merged adapter.
         is_computed = any(map(is_computed_tensor, self.source.tensors.values()))
         if self.source_format == HF and not is_computed:
-            with _suggest_option():
-                before = hf_logits(self.source.directory, model, tokens, self.dtype, is_source=True)
+            with _suggest_option(), local_copy(self.source.directory, self._files_of_source()) as directory:
+                before = hf_logits(directory, model, tokens, self.dtype, is_source=True)
         else:
             # Rounded to the type of the output first: --dtype must not count as a difference.
             before = model_logits(self.source, tokens, self.dtype)
         if self.target_format == HF and not self.is_compressed:
-            with _suggest_option():
-                after = hf_logits(target, model, tokens)
+            with _suggest_option(), local_copy(target, target.rglob("*")) as directory:
+                after = hf_logits(directory, model, tokens)
         else:
-            after = model_logits(open_checkpoint(target, self.target_format)[0], tokens)
+            # Not open_checkpoint: it refuses an address whose upload is not complete.
+            read = get_format(self.target_format).read
+            if read is None:  # refused by skip_reason; narrows the type
+                raise UsageError(f"--check-logits: {self.target_format} is only written")
+            after = model_logits(read(target, DEFAULT_READ)[0], tokens)
         found = difference(before, after, str(target))
         scale = max(1.0, float(np.abs(before[0]).max()))
         exact_head = model["family"] != "bert" or model["activation"] == "gelu" or model.get("task_head")
@@ -141,6 +155,18 @@ class LogitsCheck:
                 "output would compute something else, and was removed; --no-check-logits writes it anyway"
             )
         return found
+
+
+def compare_logits(check: LogitsCheck | None, target: Path) -> Mapping[str, Any] | None:
+    """Compare the logits of input and output before the output appears; None, and a log line, where they are not."""
+    if check is None:
+        return None
+    if reason := check.skip_reason():
+        print_message(f"logits of input and output were not compared: {reason}")
+        return None
+    found = check.compare(target)
+    print_message(f"logits of input and output differ by at most {found['max_abs']:.3g} on {found['tokens']} tokens")
+    return found
 
 
 def unsupported_reason(model: Mapping[str, Any]) -> str:

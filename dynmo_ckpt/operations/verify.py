@@ -22,6 +22,7 @@ from ..formats.choices import ReadOptions, VerifyLevel
 from ..io.computed import stored_inputs
 from ..io.errors import CorruptError, StorageError, short_name, short_names
 from ..io.files import open_file
+from ..io.remote import HUB, REPOSITORY_FILES, RemotePath
 from ..io.safetensors import Index, StoredArray, read_index
 from ..native.checkpoint import (
     STEP_NAME,
@@ -86,9 +87,10 @@ def _file_findings(checkpoint: NativeCheckpoint) -> Iterator[str]:
             yield f"{path}: is missing"
         elif path.stat().st_size != entry["bytes"]:
             yield f"{path}: has {path.stat().st_size} bytes; the manifest records {entry['bytes']}"
+    others = REPOSITORY_FILES if isinstance(directory, RemotePath) and directory.scheme == HUB else ()
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if not path.is_dir() and name not in files and name != "manifest.json":
+        if not path.is_dir() and name not in files and name not in (MANIFEST, *others):
             yield f"{path}: the manifest does not name it"
 
 

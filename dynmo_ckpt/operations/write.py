@@ -34,12 +34,13 @@ from .._common.document import Problem, WriterError, encode_json, envelope, pars
 from .._common.portable import peak_memory_bytes
 from ..io.directory import check_target, new_directory, write_synced
 from ..io.errors import StorageError
-from ..io.remote import RemotePath
+from ..io.remote import HUB, RemotePath
 from ..tensors.copy_plan import ExportPlan, Writable
 from ..tensors.execute import execute
 from ..tensors.tiled_copy import buffer_bytes
-from .logits import LogitsCheck
+from .logits import LogitsCheck, compare_logits
 from .verify import MANIFEST, header_findings, refuse_findings, small_findings, written_findings
+from .write_hub import write_hub
 from .write_remote import stream_memory_bytes, write_remote
 
 BASE_MEMORY_BYTES = 50_000_000  # the process without buffers, as measured
@@ -112,8 +113,9 @@ def write_plan(
         return
     started = time.monotonic()
     if isinstance(target, RemotePath):
-        write_remote(source, target, plan, small, settings)
-        _report(source, target, plan, started, settings, None)
+        write = write_hub if target.scheme == HUB else write_remote
+        logits = write(source, target, plan, small, settings)
+        _report(source, target, plan, started, settings, logits)
         return
     check_target(target, source, overwrite=settings.overwrite, need_bytes=total)
     with new_directory(target) as staging:
@@ -128,7 +130,7 @@ def write_plan(
             refuse_findings(chain(written_findings(staging, plan.files, written), small_findings(staging, small)))
             if MANIFEST in final:
                 refuse_findings(header_findings(staging))
-        logits = _compare_logits(staging, settings)
+        logits = compare_logits(settings.logits, staging)
     _report(source, target, plan, started, settings, logits)
 
 
@@ -217,19 +219,6 @@ def copy_rate(target: Path, num_bytes: int) -> float:
         raise StorageError(f"{parent}: {error.strerror or error}") from error
 
 
-def _compare_logits(staging: Path, settings: WriteSettings) -> Mapping[str, Any] | None:
-    """Compare the logits of input and output before the output appears; None, and a log line, where they are not."""
-    if settings.logits is None:
-        return None
-    reason = settings.logits.skip_reason()
-    if reason:
-        print_message(f"logits of input and output were not compared: {reason}")
-        return None
-    found = settings.logits.compare(staging)
-    print_message(f"logits of input and output differ by at most {found['max_abs']:.3g} on {found['tokens']} tokens")
-    return found
-
-
 def _report(
     source: Path,
     target: Path,
@@ -254,6 +243,8 @@ def _report(
         emit_json(asdict(result))
         return
     verified = "read back and compared" if settings.verify else "not read back"
+    if isinstance(target, RemotePath) and target.scheme == HUB and settings.verify:
+        verified = "compared with the hashes of the hub"
     emit(
         f"{target}: {result.tensors} tensors, {human_bytes(result.bytes)} in {seconds:.2f} s "
         f"({result.bytes / 1e9 / max(seconds, 1e-9):.2f} GB/s, {human_bytes(result.peak_rss_bytes)} of memory), "
