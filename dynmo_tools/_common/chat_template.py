@@ -269,26 +269,40 @@ def _completed(message: Message) -> dict[str, Any]:
     return stated if reasoning is None else {"thinking": reasoning, **stated, "reasoning_content": reasoning}
 
 
-def open_chat_template(template: Path | None, config: Path | None, date: datetime.date | None) -> ChatTemplate:
+def read_tokenizer_config(config: Path) -> dict[str, Any]:
+    """The contents of a ``tokenizer_config.json``.
+
+    Raises:
+        UsageError: it cannot be read, or is not a JSON object.
+    """
+    try:
+        values = parse_any_json(read_text(config, MAX_TABLE_BYTES), MAX_TABLE_BYTES)
+    except ValueError as error:
+        raise UsageError(f"{config}: not a JSON document: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{config}: must be an object, is {short_repr(values)}")
+    return values
+
+
+def open_chat_template(
+    template: Path | None,
+    config: Path | None,
+    date: datetime.date | None,
+    defaults: Mapping[str, str] | None = None,
+) -> ChatTemplate:
     """The chat template of a model.
 
     Args:
         template: the template, or None for that of ``config``.
         config: ``tokenizer_config.json``, which has the special tokens, or None.
         date: date that ``strftime_now`` returns.
+        defaults: special tokens of the tokenizer by name, where the configuration has none of that name.
 
     Raises:
         UsageError: neither file has a template, or a file is invalid.
     """
-    values: dict[str, Any] = {}
-    if config is not None:
-        try:
-            values = parse_any_json(read_text(config, MAX_TABLE_BYTES), MAX_TABLE_BYTES)
-        except ValueError as error:
-            raise UsageError(f"{config}: not a JSON document: {error}") from error
-        if not isinstance(values, dict):
-            raise UsageError(f"{config}: must be an object, is {short_repr(values)}")
-    variables = special_tokens(values, str(config))
+    values = {} if config is None else read_tokenizer_config(config)
+    variables = {**(defaults or {}), **special_tokens(values, str(config))}
     if template is not None:
         return ChatTemplate(read_text(template, MAX_TABLE_BYTES), str(template), variables, date)
     source = values.get("chat_template")

@@ -364,6 +364,11 @@ def tokenizer_in(path: Path, kind: TokenizerType = TokenizerType.HUGGING_FACE) -
     return path / ("tokenizer.model" if has_pieces else "tokenizer.json") if path.is_dir() else path
 
 
+def is_sentencepiece(path: Path) -> bool:
+    """Whether a tokenizer's file is a SentencePiece model, by its name."""
+    return path.suffix == ".model"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BinarizeSettings:
     """Tokenize documents into an indexed dataset."""
@@ -434,7 +439,9 @@ class BinarizeChatSettings:
     """Tokenize conversations by a chat template, with a loss mask of the assistant's tokens."""
 
     tokenizer: Path = setting(
-        file=True, names=("--tokenizer-model",), help="tokenizer.json of the model, or the folder that has it."
+        file=True,
+        names=("--tokenizer-model",),
+        help="tokenizer.json or SentencePiece model, or the folder that has it.",
     )
     chat_template: Path | None = setting(
         None, file=True, help="Jinja file [default: chat_template.jinja, else in tokenizer_config.json, of the model]"
@@ -469,7 +476,11 @@ class BinarizeChatSettings:
 
     def __post_init__(self) -> None:
         """Find the files next to the tokenizer, so that the task manifest and the sidecar state them."""
-        object.__setattr__(self, "tokenizer", tokenizer_in(self.tokenizer))
+        kind = TokenizerType.HUGGING_FACE
+        if self.tokenizer.is_dir() and not (self.tokenizer / "tokenizer.json").is_file():
+            # Older models of Llama, Mistral and Gemma have this file alone.
+            kind = TokenizerType.SENTENCE_PIECE if (self.tokenizer / "tokenizer.model").is_file() else kind
+        object.__setattr__(self, "tokenizer", tokenizer_in(self.tokenizer, kind))
         if self.tokenizer_config is None and (found := self.tokenizer.with_name("tokenizer_config.json")).is_file():
             object.__setattr__(self, "tokenizer_config", found)
         if self.chat_template is None and (found := self.tokenizer.with_name("chat_template.jinja")).is_file():

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .._common.chat_template import ConversationError, open_chat_template
 from .._common.errors import UsageError
-from ..config.settings import BinarizeChatSettings
+from ..config.settings import BinarizeChatSettings, is_sentencepiece
 from ..formats.dataset import digest_file, digest_vocabulary
 from ..formats.indexed import best_dtype
 from ..io.jsonl import BadLineError
@@ -27,7 +27,7 @@ from ..runner.task import FIRST_FAILURE, Phase, Task, read_marker
 from ..runner.task_manifest import TaskManifest
 from .binarize import BATCH_CHARACTERS, SequenceWriter, join_parts
 from .conversations import ChatTokenizer, TokenizedChat, conversation_of
-from .definitions import read_definition
+from .definitions import read_definition, sentencepiece_definition
 from .provenance import tokenizer_files
 from .tokenizers import Encoded
 
@@ -50,12 +50,17 @@ def binarize_chat_phases(manifest: TaskManifest) -> list[Phase]:
 def _tokenizer(
     tokenizer: Path, template: Path | None, config: Path | None, date: str | None, eod_token: str | None
 ) -> ChatTokenizer:
-    definition = read_definition(tokenizer)
+    defaults, pieces = {}, None
+    if is_sentencepiece(tokenizer):
+        definition, model = sentencepiece_definition(tokenizer, config)
+        defaults, pieces = model.special_tokens(), {piece: at for at, (piece, _) in enumerate(model.pieces)}
+    else:
+        definition = read_definition(tokenizer)
     eod = None if eod_token is None else definition.token_id(eod_token)
     if eod_token is not None and eod is None:
         raise UsageError(f"--eod-token {eod_token}: is not a token of {tokenizer}; name one of its tokens")
     day = None if date is None else datetime.date.fromisoformat(date)
-    return ChatTokenizer(definition, open_chat_template(template, config, day), eod)
+    return ChatTokenizer(definition, open_chat_template(template, config, day, defaults), eod, pieces)
 
 
 def chat_tokenizer(settings: BinarizeChatSettings) -> ChatTokenizer:
@@ -133,7 +138,7 @@ def join(task: Task) -> None:
     results = [read_marker(task, "tokenize", index)["result"] for index in range(len(task.manifest.tasks))]
     first: dict[str, Any] = results[0]
     tokenizer = {
-        "type": "HuggingFaceTokenizer",
+        "type": "SentencePieceTokenizer" if is_sentencepiece(settings.tokenizer) else "HuggingFaceTokenizer",
         "vocab_size": first["num_ids"],
         "vocab_sha256": first["vocab_sha256"],
         "files": tokenizer_files(settings),

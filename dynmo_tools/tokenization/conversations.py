@@ -113,16 +113,24 @@ class ChatTokenizer:
         definition: the tokenizer.
         template: the chat template.
         eod: id that ends each conversation, or None.
+        vocabulary: tokens and ids that the data set's digest is of; None is all, with added ones.
 
     Raises:
         UsageError: the library cannot read the tokenizer.
     """
 
-    def __init__(self, definition: Definition, template: ChatTemplate, eod: int | None = None) -> None:
+    def __init__(
+        self,
+        definition: Definition,
+        template: ChatTemplate,
+        eod: int | None = None,
+        vocabulary: Mapping[str, int] | None = None,
+    ) -> None:
         self._tokenizer = HuggingFaceTokenizer(definition)
         self._template, self.eod = template, eod
         self._special = {definition.ids[token] for token in definition.added_tokens()}
-        self.num_ids, self.vocabulary = definition.num_ids, definition.vocabulary()
+        self.num_ids = definition.num_ids
+        self.vocabulary = definition.vocabulary() if vocabulary is None else vocabulary
 
     def tokenize(self, conversation: Conversation) -> TokenizedChat:
         """Token ids and loss mask of a conversation.

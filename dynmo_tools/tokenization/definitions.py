@@ -2,7 +2,8 @@
 
     tokenizer.json ─────────────── read_definition ──┐
     vocab.json, merges.txt ─────── gpt2_definition ──┼─> Definition ─> an engine of ``tokenizers.py``
-    vocab.txt ──────────────────── bert_definition ──┘
+    vocab.txt ──────────────────── bert_definition ──┤
+    tokenizer.model ──── sentencepiece_definition ───┘   for chat templates
 
 All engines then read one definition, so they can be compared. Files are only parsed here; no library is imported.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, parse_any_json, read_text, short_repr
 from .._common.errors import UsageError
+from .._common.sentencepiece_json import SentencePieceModel, read_tokenizer_document
 
 # As in Megatron's BERT tokenizer; the default of the tokenizers library is 100, and longer words are [UNK].
 BERT_MAX_WORD_CHARACTERS = 200
@@ -106,6 +108,22 @@ def read_definition(path: Path) -> Definition:
     """
     text = _text(path)
     return Definition(text=text, source=str(path), ids=ids_of(text, str(path)), default_eod="<|endoftext|>")
+
+
+def sentencepiece_definition(path: Path, config: Path | None) -> tuple[Definition, SentencePieceModel]:
+    """The definition of a SentencePiece model with the special tokens of its configuration, and the model.
+
+    Args:
+        path: ``tokenizer.model``.
+        config: ``tokenizer_config.json``, or None.
+
+    Raises:
+        UsageError: a file cannot be read, or the tokenizer does not find special tokens in text.
+    """
+    model, document = read_tokenizer_document(path, config)
+    text = json.dumps(document)
+    end = model.special_tokens().get("eos_token", "</s>")
+    return Definition(text=text, source=str(path), ids=ids_of(text, str(path)), default_eod=end), model
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from .._common.document import check_regular
 from .._common.errors import MissingExtraError, UsageError
+from .._common.sentencepiece_json import protobuf_fields
 from ..config.settings import Engine, TokenizerType
 from .definitions import Definition, bert_definition, gpt2_definition, read_definition, read_vocabulary
 
@@ -293,36 +294,11 @@ def _needed(path: Path | None, flag: str, kind: TokenizerType) -> Path:
     return path
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message: number, and value or bytes."""
-
-    def varint(at: int) -> tuple[int, int]:
-        """The integer at byte ``at``, 7 bits per byte and the lowest first, and the offset after it."""
-        value = shift = 0
-        while True:
-            value |= (message[at] & 0x7F) << shift
-            at, shift = at + 1, shift + 7
-            if message[at - 1] < 0x80:
-                return value, at
-
-    at = 0
-    while at < len(message):
-        key, at = varint(at)
-        # The lower three bits are the wire type: 0 integer, 1 and 5 fixed 8 and 4 bytes, 2 length and bytes.
-        if key & 7 == 0:
-            value, at = varint(at)
-            yield key >> 3, value
-            continue
-        size, begin = varint(at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
-        at = begin + size
-        yield key >> 3, message[begin:at]
-
-
 def piece_kinds(model: bytes) -> Iterator[tuple[str, int]]:
     """The pieces of a SentencePiece model and their types; its Python library does not report user-defined ones."""
-    for number, piece in _fields(model):
+    for number, piece in protobuf_fields(model):
         if number == 1 and isinstance(piece, bytes):
-            fields = dict(_fields(piece))
+            fields = dict(protobuf_fields(piece))
             name, kind = fields.get(1, b""), fields.get(3, NORMAL_PIECE)
             if isinstance(name, bytes) and isinstance(kind, int):
                 yield name.decode("utf-8", "replace"), kind

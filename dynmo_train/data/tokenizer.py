@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .._common.document import (
     read_bytes,
 )
 from .._common.errors import MissingExtraError, UsageError
+from .._common.sentencepiece_json import read_tokenizer_document
 from ..config.data import default_tokenizer_type
 from ..formats.os_errors import reason
 
@@ -36,6 +38,7 @@ FOLDER_NAMES = {
     "NullTokenizer": {},
 }
 
+SENTENCE_PIECE = ("SentencePieceTokenizer", "Llama2Tokenizer")
 # Files next to those of a tokenizer that describe how it is used: special tokens, and the chat template.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
@@ -158,7 +161,7 @@ def open_tokenizer(named: TokenizerFiles) -> Tokenizer:
     for path in named.files.values():
         if not path.is_file():
             raise UsageError(f"no tokenizer at {path}; {named.kind} reads {', '.join(FOLDER_NAMES[named.kind])}")
-    if named.kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+    if named.kind in SENTENCE_PIECE:
         return _sentence_piece(named.files["tokenizer.model"])
     if named.kind == "WhitespaceVocab":
         return _whitespace(named.files["words.json"])
@@ -173,10 +176,29 @@ def _library() -> Any:
     return tokenizers
 
 
-def _hugging_face(named: TokenizerFiles) -> Tokenizer:
+def open_chat_tokenizer(named: TokenizerFiles) -> tuple[Tokenizer, Mapping[str, str]]:
+    """Read a tokenizer that finds the special tokens of a chat template in text, and its special tokens by name.
+
+    A SentencePiece model has those of the ``tokenizer_config.json`` next to it, too.
+
+    Raises:
+        UsageError: a file does not exist, or is not of its kind; or the tokenizer does not find them.
+        MissingExtraError: the library of the tokenizer is not installed.
+    """
+    if named.kind not in SENTENCE_PIECE:
+        return open_tokenizer(named), {}
+    path = named.files["tokenizer.model"]
+    config = path.with_name("tokenizer_config.json")
+    model, document = read_tokenizer_document(path, config if config.is_file() else None)
+    return _hugging_face(named, json.dumps(document)), model.special_tokens()
+
+
+def _hugging_face(named: TokenizerFiles, text: str | None = None) -> Tokenizer:
     library, files = _library(), [str(named.files[name]) for name in FOLDER_NAMES[named.kind]]
     try:
-        if named.kind == "HuggingFaceTokenizer":
+        if text is not None:
+            inner = library.Tokenizer.from_str(text)
+        elif named.kind == "HuggingFaceTokenizer":
             inner = library.Tokenizer.from_file(files[0])
         elif named.kind == "GPT2BPETokenizer":
             inner = library.Tokenizer(library.models.BPE.from_file(*files))
@@ -216,11 +238,12 @@ def _sentence_piece(path: Path) -> Tokenizer:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
         raise UsageError(f"{path} is not a SentencePiece model: {error}") from error
-    end = model.eos_id()
+    end, size = model.eos_id(), model.vocab_size()
     return Tokenizer(
         to_ids=lambda text: list(model.encode(text, out_type=int)),
-        to_text=lambda ids: str(model.decode(ids)),
-        vocab_size=model.vocab_size(),
+        # A model may have more rows: tokens that were added to it, and padding.
+        to_text=lambda ids: str(model.decode([each for each in ids if each < size])),
+        vocab_size=size,
         eod=end if end >= 0 else None,
         vocabulary=lambda: _pieces(model, path),
     )
@@ -336,7 +359,7 @@ def read_vocab_size(values: Mapping[str, Any]) -> int | None:
 
 
 def _size(named: TokenizerFiles) -> int:
-    if named.kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+    if named.kind in SENTENCE_PIECE:
         path = named.files["tokenizer.model"]
         try:
             return count_pieces(read_bytes(path, MAX_TABLE_BYTES))

@@ -95,7 +95,6 @@ def _check(config: Config, _world_size: int) -> Iterator[Problem]:
     except UsageError as error:
         yield Problem("--lora-target-modules", "choice", str(error))
     excluded = {
-        "--vocabulary-parallel": config.parallel.vocabulary_parallel is not None,
         "--fp8": config.precision.fp8,
         "--sparsify": config.pruning.sparsify,
         "--freeze-schedule": config.freezing.freeze_schedule is not None,
@@ -133,8 +132,11 @@ def _build(config: Config) -> TechniqueBuilder | None:
 
     def build(context: TechniqueContext) -> Technique:
         from ..models.lora import LoraFamily
+        from ..models.vocabulary_family import VocabularyShardedFamily
 
         family = context.family
+        if isinstance(family, VocabularyShardedFamily):
+            family = family.base
         return FrozenBase(family.frozen_front if isinstance(family, LoraFamily) else (), context)
 
     return build

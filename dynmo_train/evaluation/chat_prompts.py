@@ -1,7 +1,7 @@
 """Prompts of conversations: messages to the text that a chat template writes before a turn of the assistant.
 
     {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}     one object or list of messages a line
-      --ChatTemplate, add_generation_prompt--> text --tokenizer.json, special tokens in the text--> ids
+      --ChatTemplate, add_generation_prompt--> text --tokenizer, special tokens in the text--> ids
 
 The ids are those of transformers' ``apply_chat_template(messages, add_generation_prompt=True)``.
 """
@@ -18,7 +18,7 @@ from .._common.chat_template import ChatTemplate, ConversationError, Message, op
 from .._common.document import MAX_DOCUMENT_BYTES, parse_any_json
 from .._common.errors import UsageError
 from ..config.evaluation import InferenceConfig
-from ..data.tokenizer import TokenizerFiles
+from ..data.tokenizer import SENTENCE_PIECE, Tokenizer, TokenizerFiles, open_chat_tokenizer
 
 HUGGING_FACE = "HuggingFaceTokenizer"
 
@@ -83,10 +83,12 @@ class ChatPrompts:
     Attributes:
         template: the chat template.
         ends: special tokens that end a turn: the template's end-of-sequence token, where it has one.
+        tokenizer: finds special tokens in text.
     """
 
     template: ChatTemplate
     ends: tuple[str, ...]
+    tokenizer: Tokenizer
 
     def text(self, conversation: Conversation) -> str:
         """The text before the assistant's next turn.
@@ -120,20 +122,22 @@ def open_chat_prompts(inference: InferenceConfig, directory: Path, template: str
         if not folder.is_dir():
             raise UsageError(f"{directory} contains no tokenizer; give --tokenizer-model FILE")
         files = TokenizerFiles.of_folder(folder)
-    if files.kind != HUGGING_FACE:
+    if files.kind not in (HUGGING_FACE, *SENTENCE_PIECE):
         raise UsageError(
             f"--chat: a {files.kind} does not find the special tokens of a chat template in text; give"
-            " --tokenizer-model with a tokenizer.json"
+            " --tokenizer-model with a tokenizer.json or a SentencePiece model"
         )
-    folder = files.files["tokenizer.json"].parent
+    tokenizer, special = open_chat_tokenizer(files)
+    folder = next(iter(files.files.values())).parent
     own, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     chosen = Path(template) if template is not None else own if own.is_file() else None
     if chosen is not None and not chosen.is_file():
         raise UsageError(f"--chat-template {chosen}: no such file")
     # Of today, as in transformers: a template may write it into the system message.
-    compiled = open_chat_template(chosen, config if config.is_file() else None, datetime.datetime.now().date())
+    today = datetime.datetime.now().date()
+    compiled = open_chat_template(chosen, config if config.is_file() else None, today, special)
     end = compiled.variables.get("eos_token")
-    return ChatPrompts(template=compiled, ends=() if not end else (str(end),))
+    return ChatPrompts(template=compiled, ends=() if not end else (str(end),), tokenizer=tokenizer)
 
 
 def end_ids_of(source: Mapping[str, Any] | None) -> frozenset[int]:

@@ -173,8 +173,13 @@ def _read_model(directory: Path, tensor_ranks: int) -> ModelCheckpoint:
     return ModelCheckpoint(checkpoint=checkpoint, family=family)
 
 
-def model_tokenizer(source: ModelCheckpoint, inference: InferenceConfig) -> Tokenizer:
+def model_tokenizer(source: ModelCheckpoint, inference: InferenceConfig, opened: Tokenizer | None = None) -> Tokenizer:
     """The tokenizer of the options, by default the one in the checkpoint.
+
+    Args:
+        source: the model.
+        inference: options of the tokenizer.
+        opened: that tokenizer, where it is open.
 
     Raises:
         UsageError: there is no tokenizer, or it has more ids than the model.
@@ -185,7 +190,7 @@ def model_tokenizer(source: ModelCheckpoint, inference: InferenceConfig) -> Toke
         raise UsageError(
             f"{source.directory} contains no tokenizer; give --tokenizer-model FILE, or --vocab-file and --merge-file"
         )
-    tokenizer = load_tokenizer(folder) if files is None else open_tokenizer(files)
+    tokenizer = opened or (load_tokenizer(folder) if files is None else open_tokenizer(files))
     name = folder if files is None else ", ".join(str(path) for path in files.files.values())
     vocab_size = source.model["vocab_size"]
     if tokenizer.vocab_size > vocab_size:

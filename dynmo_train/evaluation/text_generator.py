@@ -118,9 +118,10 @@ class TextGenerator:
         run_on_all_ranks(world, settings.sampling.check)
         source = open_causal_model(inference, world, model_flags)
         self.world, self.settings = world, settings
-        self.tokenizer: Tokenizer = run_on_all_ranks(world, lambda: model_tokenizer(source, inference))
         self.positions = int(source.model["max_position_embeddings"])
         self.chat = None if open_chat is None else run_on_all_ranks(world, lambda: open_chat(source.directory))
+        chat = None if self.chat is None else self.chat.tokenizer
+        self.tokenizer: Tokenizer = run_on_all_ranks(world, lambda: model_tokenizer(source, inference, chat))
         ends = () if self.chat is None else self.chat.ends
         special = self.tokenizer.special_ids((*settings.stops, *ends))
         chat_ends = frozenset() if self.chat is None else end_ids_of(source.checkpoint.manifest.get("source"))

@@ -45,8 +45,8 @@ from .ict import Pooler, TowerEmbedding
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
 from .moe import MoeMlp
-from .multi_token import PredictionLayer
 from .norms import RmsNorm
+from .sharded_prediction import PREDICTIONS
 from .vocabulary_shards import FinalNorm, SummedEmbedding
 
 FORMS = 64
@@ -117,7 +117,7 @@ def compiled_regions(module: nn.Module) -> Iterator[Region]:
         for child in module.modules():
             if isinstance(child, Exit):
                 yield from _parts(child.head, TOKENS_DIM)
-    elif isinstance(module, PredictionLayer):
+    elif isinstance(module, PREDICTIONS):
         for part in (module.attention, module.mlp, module.head):
             yield from compiled_regions(part)
     # Not ``isinstance``: a subclass may have shapes that depend on the data.

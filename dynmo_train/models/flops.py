@@ -6,8 +6,8 @@ import torch
 
 from .layer_list import ModelFamily, parameters_of
 from .multi_token import is_prediction
-from .vocabulary_family import shard_names, stored_ties
-from .vocabulary_shards import WORD_ROWS
+from .vocabulary_family import has_tied_output, prediction_depths, shard_names
+from .vocabulary_shards import WORD_ROWS, shard_index
 
 
 def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 1) -> int:
@@ -20,14 +20,17 @@ def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 
     """
     total = 0.0
     # Rows of a shard that are looked up only.
-    is_tied = bool(stored_ties(family))
+    is_tied = has_tied_output(family)
     items = (item.name for item in family.items if item.kind != "embedding")
     for item in (*items, *shard_names(family)):
         for name, parameter in parameters_of(item, family.build(item, torch.device("meta"))).items():
             # The copy of the word table in a depth of multi-token prediction is looked up only.
             is_table = name.endswith(".embedding.word.weight") or (not is_tied and name.endswith(f".{WORD_ROWS}"))
             if parameter.dim() >= 2 and not is_table:
-                total += parameter.numel() * (active / experts if ".experts." in name else 1.0)
+                weight = active / experts if ".experts." in name else 1.0
+                # The rows of a shard multiply the tokens of all predictions.
+                weight *= 1 + prediction_depths(family) if shard_index(name) is not None else 1
+                total += parameter.numel() * weight
     return round(total)
 
 

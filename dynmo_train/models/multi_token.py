@@ -156,7 +156,7 @@ class PredictionLayer(nn.Module):
             counts_BT, *rest = rest
         if self.final_norm is not None:
             before_BTD = self.final_norm(before_BTD)
-        ids_BT, next_BT, counts_BT = self._tokens_ahead(labels_BT, counts_BT)
+        ids_BT, next_BT, counts_BT = tokens_ahead(labels_BT, counts_BT, self.depth, self.context)
         tokens_BTD = self.embedding.embed(ids_BT)
         pair = torch.cat([self.embedding_norm(tokens_BTD), self.hidden_norm(before_BTD)], dim=-1)
         inner = self.mlp(self.attention(self.projection(pair), *rest))
@@ -169,21 +169,29 @@ class PredictionLayer(nn.Module):
             losses={"mtp": loss * self.weight_of_loss, **others.losses},
         )
 
-    def _tokens_ahead(
-        self, labels_BT: torch.Tensor, counts_BT: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids that are joined and predicted, and the counts or, with context parallelism, weights of the latter."""
-        further, context = self.depth + 1, self.context
-        if context is None:
-            return ahead(labels_BT, self.depth), ahead(labels_BT, further), ahead(counts_BT, further)
-        labels_BS, counts_BS = context.gather_tokens(labels_BT), context.gather_tokens(counts_BT)
-        # Weights of the mean over all tokens, times the number of ranks: the step takes the mean over the ranks.
-        counts_BS = (ahead(counts_BS, further) > 0).float()
-        weights_BS = context.size * counts_BS / counts_BS.sum().clamp(min=1.0)
-        ids, following, weights = (
-            context.cut(each, 1) for each in (ahead(labels_BS, self.depth), ahead(labels_BS, further), weights_BS)
-        )
-        return ids, following, weights
+
+def tokens_ahead(
+    labels_BT: torch.Tensor, counts_BT: torch.Tensor, depth: int, context: ContextRegion | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids that a depth joins and predicts, and the counts or, with context parallelism, weights of the latter.
+
+    Args:
+        labels_BT: int64 ``[B, T]``, the next token of each position, of a microbatch.
+        counts_BT: ``[B, T]``, whether it counts, or its weight.
+        depth: k, from 0.
+        context: ranks that share the tokens; None where there is one.
+    """
+    further = depth + 1
+    if context is None:
+        return ahead(labels_BT, depth), ahead(labels_BT, further), ahead(counts_BT, further)
+    labels_BS, counts_BS = context.gather_tokens(labels_BT), context.gather_tokens(counts_BT)
+    # Weights of the mean over all tokens, times the number of ranks: the step takes the mean over the ranks.
+    counts_BS = (ahead(counts_BS, further) > 0).float()
+    weights_BS = context.size * counts_BS / counts_BS.sum().clamp(min=1.0)
+    ids, following, weights = (
+        context.cut(each, 1) for each in (ahead(labels_BS, depth), ahead(labels_BS, further), weights_BS)
+    )
+    return ids, following, weights
 
 
 def ahead(values_BT: torch.Tensor, places: int) -> torch.Tensor:

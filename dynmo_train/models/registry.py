@@ -17,6 +17,7 @@ from ..config import Config
 from ..config.extensions import family_spec, technique_specs
 from .layer_list import HIDDEN, BoundaryShape, ModelFamily
 from .multi_token import PREDICTION
+from .sharded_prediction import with_predictions
 from .vocabulary_family import VocabularyShardedFamily
 from .vocabulary_shards import WORDS
 
@@ -82,10 +83,12 @@ def boundary_of(config: Config) -> BoundaryShape:
         boundary = BoundaryShape.hidden(
             batch=config.training.micro_batch_size, tokens=model.seq_length, width=model.hidden_size
         )
-    if model.mtp_num_layers > 1:
+    sharded = config.parallel.vocabulary_parallel is not None
+    if model.mtp_num_layers > 1 and not sharded:
         boundary = replace(boundary, shapes={**boundary.shapes, PREDICTION: boundary.shapes[HIDDEN]})
-    if config.parallel.vocabulary_parallel is not None:
+    if sharded:
         boundary = replace(boundary, shapes={**boundary.shapes, WORDS: boundary.shapes[HIDDEN]})
+        boundary = with_predictions(boundary, model.mtp_num_layers)
     for spec in technique_specs().values():
         if spec.wrap_boundary is not None:
             boundary = spec.wrap_boundary(config, boundary)

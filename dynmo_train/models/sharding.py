@@ -35,6 +35,7 @@ from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
 from .moe import Experts, MoeMlp
 from .multi_token import PredictionLayer
+from .sharded_prediction import PREDICTIONS, ShardedPrediction
 from .vocabulary_shards import SummedEmbedding, TableRows, VocabularyShard
 
 CONTEXT_LAYERS = (Embedding, SummedEmbedding, SelfAttention, MoeMlp, PredictionLayer)
@@ -100,7 +101,9 @@ def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRe
     if region is None:
         return module
     if region.sequence and needs_whole_stream(module):
-        module.register_forward_pre_hook(_gather_streams(region))
+        # Rows that were looked up are those of all tokens.
+        gathers = _gather_first if isinstance(module, ShardedPrediction) else _gather_streams
+        module.register_forward_pre_hook(gathers(region))
         module.register_forward_hook(_cut_streams(region))
         region = region.without_sequence_parallelism()
     # A list: ``_connect`` replaces embedding tables while the modules are walked.
@@ -126,7 +129,7 @@ def needs_whole_stream(module: nn.Module) -> bool:
     With sequence parallelism such an item gathers the stream, computes without sequence parallelism, and scatters its
     output. The gradients of its replicated parameters are then complete on every rank.
     """
-    looking = (MoeMlp, RoutedBlock, ActiveTokens, PredictionLayer)
+    looking = (MoeMlp, RoutedBlock, ActiveTokens, *PREDICTIONS)
     return any(
         isinstance(part, looking) or (isinstance(part, BertHead) and part.binary is not None)
         for part in module.modules()
@@ -226,6 +229,10 @@ def _map_streams(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> 
 
 def _gather_streams(region: TensorRegion) -> Callable[[nn.Module, Any], Any]:
     return lambda _module, arguments: _map_streams(region.gather_sequence, arguments)
+
+
+def _gather_first(region: TensorRegion) -> Callable[[nn.Module, Any], Any]:
+    return lambda _module, arguments: (region.gather_sequence(arguments[0]), *arguments[1:])
 
 
 def _cut_streams(region: TensorRegion) -> Callable[[nn.Module, Any, Any], Any]:

@@ -12,7 +12,9 @@ from torch import nn
 
 from .blocks import Embedding
 from .head import Head
-from .layer_list import HIDDEN, ItemSpec, ModelFamily, vocabulary_rows
+from .layer_list import HIDDEN, ItemSpec, ModelFamily, has_vocabulary_rows, vocabulary_rows
+from .multi_token import PredictionLayer, is_prediction
+from .sharded_prediction import JoinedFeatures, ShardedPrediction, sharded_items
 from .vocabulary_shards import SHARD, WORD_ROWS, WORDS, FinalNorm, SummedEmbedding, VocabularyShard, shard_index
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -37,11 +39,20 @@ class VocabularyShardedFamily:
     def items(self) -> tuple[ItemSpec, ...]:
         """The layer list of the family; the embedding reads ``WORDS``, the head writes the normalized stream."""
         embedding, *between, head = self.base.items
-        return (
-            replace(embedding, reads=(WORDS,)),
-            *between,
-            replace(head, writes=HIDDEN, inputs=(), tied_to=None),
+        return sharded_items(
+            (
+                replace(embedding, reads=(WORDS,)),
+                *between,
+                replace(head, writes=HIDDEN, inputs=(), tied_to=None),
+            )
         )
+
+    @cached_property
+    def depths(self) -> tuple[float, ...]:
+        """Weights of the losses of multi-token prediction, by depth."""
+        names = [item.name for item in self.base.items if is_prediction(item)]
+        meta = torch.device("meta")
+        return tuple(_of_kind(self.base.build(name, meta), PredictionLayer).weight_of_loss for name in names)
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
@@ -60,13 +71,13 @@ class VocabularyShardedFamily:
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """None: a shard has tied rows once."""
-        return {}
+        """Those of whole weights: a shard has tied rows once."""
+        return {copy: owner for copy, owner in self.base.ties.items() if not has_vocabulary_rows(copy)}
 
     @property
     def is_tied(self) -> bool:
         """Whether the output layer is the word table."""
-        return bool(self.base.ties)
+        return has_tied_output(self.base)
 
     def rows(self, index: int) -> tuple[int, int]:
         """First and last row, exclusive, of the shard ``index``; shards that ranks share have rows of padding."""
@@ -89,23 +100,27 @@ class VocabularyShardedFamily:
         """
         index, first, last = shard_index(name), self.base.items[0].name, self.base.items[-1].name
         if index is None and name not in (first, last):
-            return self.base.build(name, device)
+            module = self.base.build(name, device)
+            return ShardedPrediction(module) if isinstance(module, PredictionLayer) else module
         # Drawn as a whole, on the CPU: the initial weights do not depend on the number of shards.
         host = device if device.type == "meta" else torch.device("cpu")
         if name == first:
             return SummedEmbedding(_of_kind(self.base.build(first, host), Embedding)).to(device)
         if name == last:
-            return FinalNorm(_of_kind(self.base.build(last, host), Head)).to(device)
+            kind = JoinedFeatures if self.depths else FinalNorm
+            return kind(_of_kind(self.base.build(last, host), Head)).to(device)
         begin, end = self.rows(index or 0)
 
         def cut(table_VD: torch.Tensor) -> torch.Tensor:
             return table_VD.detach()[begin:end].to(device, copy=True)
 
-        words_VD = cut(_of_kind(self.base.build(first, host), Embedding).word.weight)
+        words_VD = _of_kind(self.base.build(first, host), Embedding).word.weight
         # On the meta device a head is its settings alone.
         head = _of_kind(self.base.build(last, torch.device("meta") if self.is_tied else host), Head)
         output_VD = None if self.is_tied else cut(head.weight)
-        return VocabularyShard(begin, words_VD, output_VD, vocabulary_rows(self.base), head.softcap)
+        shard = VocabularyShard(begin, cut(words_VD), output_VD, vocabulary_rows(self.base), head.softcap)
+        # A family with adapters has frozen tables.
+        return shard.requires_grad_(words_VD.requires_grad)
 
     def split_dim(self, parameter: str) -> int | None:
         """The dimension along which tensor parallelism splits a parameter; see ``layer_list.split_dim``."""
@@ -114,6 +129,11 @@ class VocabularyShardedFamily:
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest: that of the family, since shards are stored as one layer."""
         return self.base.manifest()
+
+
+def has_tied_output(family: ModelFamily) -> bool:
+    """Whether the output layer of a model is its word table."""
+    return f"{family.items[-1].name}.weight" in stored_ties(family)
 
 
 def _of_kind(module: nn.Module, kind: type[Kind]) -> Kind:
@@ -135,6 +155,11 @@ def stored_ties(family: ModelFamily) -> Mapping[str, str]:
 def family_parts(family: ModelFamily) -> int:
     """Number of tensor-parallel ranks that share each shard; 1 without shards."""
     return family.parts if isinstance(family, VocabularyShardedFamily) else 1
+
+
+def prediction_depths(family: ModelFamily) -> int:
+    """Number of further tokens whose losses shards compute; 0 without shards."""
+    return len(family.depths) if isinstance(family, VocabularyShardedFamily) else 0
 
 
 def word_parameters(family: ModelFamily, items: Iterable[str]) -> set[str]:

@@ -141,13 +141,15 @@ class VocabularyPart:
         """The logarithm of the sum of all exponentials, float32 ``[N]``, of a part of all shards."""
         return self.stats_N3[:, 0] + self.stats_N3[:, 1].log()
 
-    def loss(self, weights_N: torch.Tensor) -> torch.Tensor:
-        """The weighted loss, a float32 scalar, of a part of all shards.
+    def losses(self, weights_N: torch.Tensor, predictions: int = 1) -> list[torch.Tensor]:
+        """The weighted loss of each prediction, float32 scalars, of a part of all shards.
 
         Args:
             weights_N: float32 weight of each token's loss, ``[N]``.
+            predictions: number of predictions, each of the same number of neighboring tokens.
         """
-        return ((self.log_sum() - self.stats_N3[:, 2]) * weights_N).sum()
+        losses_N = (self.log_sum() - self.stats_N3[:, 2]) * weights_N
+        return [each.sum() for each in losses_N.chunk(predictions)]
 
     def input_gradient(self, weights_N: torch.Tensor) -> torch.Tensor:
         """The gradient of the loss by the output layer's input, float32 ``[N, D]``, of a part of all shards.
@@ -373,16 +375,26 @@ class VocabularyShard(nn.Module):
         if not len(output_VD):
             # Padding alone: nothing to add, and no gradient.
             return VocabularyPart.nothing(len(x_ND), x_ND.shape[1], x_ND.dtype, x_ND.device), lambda *_: None
+        if not output_VD.requires_grad:
+            with torch.no_grad():
+                return self._part(output_VD, x_ND, labels_N)[1], lambda *_: None
+        handles, part = self._part(output_VD, x_ND, labels_N)
+
+        def add_gradient(log_sums_N: torch.Tensor, weights_N: torch.Tensor) -> None:
+            torch.autograd.backward(handles, (log_sums_N, weights_N))
+
+        return part, add_gradient
+
+    def _part(
+        self, output_VD: torch.Tensor, x_ND: torch.Tensor, labels_N: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], VocabularyPart]:
+        """The shard's part, and the two values through which its backward begins."""
         chunk_tokens = CHUNK_TOKENS.get(x_ND.device.type, CHUNK_TOKENS["cpu"])
         first, second, *tensors = _ShardedOutput.apply(  # type: ignore[no-untyped-call]
             output_VD, x_ND, labels_N - self.first, chunk_tokens, self.softcap
         )
         stats_N3, weighted_ND, label_ND = tensors
-
-        def add_gradient(log_sums_N: torch.Tensor, weights_N: torch.Tensor) -> None:
-            torch.autograd.backward((first, second), (log_sums_N, weights_N))
-
-        return VocabularyPart(stats_N3=stats_N3, weighted_ND=weighted_ND, label_ND=label_ND), add_gradient
+        return (first, second), VocabularyPart(stats_N3=stats_N3, weighted_ND=weighted_ND, label_ND=label_ND)
 
 
 class SummedEmbedding(nn.Module):
@@ -404,6 +416,14 @@ class SummedEmbedding(nn.Module):
         self.context: ContextRegion | None = None  # set by ``join_context``
         self.region: TensorRegion | None = None  # set by ``cut_item``
 
+    def rows(self, words_BTD: torch.Tensor) -> torch.Tensor:
+        """The word embeddings alone, with their scale, ``[B, T, D]``, from the rows of this rank ``words_BTD``."""
+        if self.region is not None:
+            words_BTD = self.region.leave(words_BTD)
+        if self.scale != 1.0:
+            words_BTD = words_BTD * torch.full((), self.scale, dtype=words_BTD.dtype, device=words_BTD.device)
+        return words_BTD
+
     def forward(
         self, words_BTD: torch.Tensor, ids_BT: torch.Tensor, starts_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -417,10 +437,7 @@ class SummedEmbedding(nn.Module):
         Returns:
             ``[B, T, D]``.
         """
-        if self.region is not None:
-            words_BTD = self.region.leave(words_BTD)
-        if self.scale != 1.0:
-            words_BTD = words_BTD * torch.full((), self.scale, dtype=words_BTD.dtype, device=words_BTD.device)
+        words_BTD = self.rows(words_BTD)
         past = 0 if starts_BT is None or not self.resets_positions else positions_in_documents(starts_BT, self.context)
         x_BTD = add_positions(words_BTD, ids_BT, self.position, past, self.context)
         return item_dropout(x_BTD, self.dropout, self.training)

@@ -209,7 +209,8 @@ class ItemStore:
         if sharding.fsdp is not None and isinstance(module, VocabularyShard):
             # FSDP2 gathers around the forward and backward of a module, which S and T are not. Parameters and gradients
             # stay whole, and the replicas share the optimizer: each updates its rows in place.
-            local = {child: nn.Parameter(sharding.fsdp.rows(p.detach())) for child, p in local.items()}
+            rows = {child: (sharding.fsdp.rows(p.detach()), p.requires_grad) for child, p in local.items()}
+            local = {child: nn.Parameter(*each) for child, each in rows.items()}
         elif sharding.fsdp is not None:
             local = sharding.fsdp.wrap(module, [] if sharding.dispatcher is None else experts_of(module))
         self.modules[name] = module

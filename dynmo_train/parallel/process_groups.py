@@ -272,7 +272,7 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
     )
 
 
-VOCABULARY_MESSAGES = 5
+VOCABULARY_MESSAGES = 7
 
 
 def with_vocabulary_groups(world: World) -> World:

@@ -214,10 +214,11 @@ def _exchange(
     if not each:
         _wait(works)
     # Checksums are computed while the transfers run: sends only read their blocks, and each receive is awaited alone.
-    sent = {item: 0 for item, _ in outgoing}
+    # An item may have no tensor, such as an embedding without its table.
+    sent = {move.item: 0 for move in moves if move.source == world.pipeline_rank}
     for item, block in outgoing:
         sent[item] = crc_after(block, sent[item])
-    received = {item: 0 for item, _, _ in incoming}
+    received = {move.item: 0 for move in moves if move.target == world.pipeline_rank}
     for item, block, number in incoming:
         if each:
             works[number].wait()

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from ..launch.heartbeat import Phase
 from ..models.layer_list import BoundaryShape
+from ..models.sharded_prediction import is_ahead
 from ..optim.compression.boundary import BoundaryCodec
 from ..parallel.fsdp import accumulate_sharded_grads
 from .stage_module import StageModule
@@ -121,7 +122,9 @@ class ItemStage(PipelineStage):
         self.needs_backward = any(trains_after[name] for name in module.output_names)
         # All items must read the one value with a gradient first: weights on no path from it cannot be left to W.
         one_path = all(spec.reads[:1] == self._values_with_gradient for spec in module.specs)
-        self._can_split = can_split and len(self._values_with_gradient) == 1 and one_path
+        # Rows that shards look up for an item behind the front have their gradient at I, and none at W.
+        self._reads_ahead = any(is_ahead(name) for spec in module.specs for name in spec.reads)
+        self._can_split = can_split and len(self._values_with_gradient) == 1 and one_path and not self._reads_ahead
         # torch reads an entry of ``bwd_cache`` for each microbatch, also where no gradient is sent.
         self._no_gradients = (None,) * len(module.input_names)
         self._on_gradients_final = on_gradients_final
@@ -248,7 +251,7 @@ class ItemStage(PipelineStage):
             return BackwardCase.FROZEN
         if full_backward:
             return BackwardCase.FULL
-        if not self.sends_gradients:
+        if not self.sends_gradients and not self._reads_ahead:
             return BackwardCase.DEFERRED
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
         return BackwardCase.SPLIT if self._can_split and not is_sharded else BackwardCase.FULL

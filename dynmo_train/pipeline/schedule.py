@@ -49,6 +49,7 @@ from ..data.batch import Batch
 from ..models.balance_losses import GLOBAL
 from ..models.compiled import CompileSettings
 from ..models.layer_list import HIDDEN, BoundaryShape, ItemSpec, live_before, train_before
+from ..models.sharded_prediction import is_looked_up
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import float32_matmuls
 from ..parallel.fsdp import connect_items, share_streams
@@ -200,8 +201,9 @@ class Pipeline:
                     vocabulary=self._vocabulary,
                 )
             )
-            if self._vocabulary is not None and begin == 0 and names:
-                module.words = self._vocabulary.lookups.words
+            if self._vocabulary is not None:
+                reads = {name for spec in module.specs for name in spec.reads if is_looked_up(name)}
+                module.looked_up = {name: self._vocabulary.lookup_of(name) for name in sorted(reads)}
             self.modules.append(module)
             connect_items(list(module.layers), prefixes[number])
         share_streams(layer for module in self.modules for layer in module.layers)
@@ -347,11 +349,14 @@ class Pipeline:
 
     def metrics(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return local item -> metric -> mean over the microbatches of the last step, float64 on the device."""
-        return {
+        found = {
             item: {name: torch.stack(values).double().mean(0) for name, values in metrics.items()}
             for module in self.modules
             for item, metrics in module.metrics.items()
         }
+        for item, metrics in ({} if self._vocabulary is None else self._vocabulary.metrics()).items():
+            found[item] = found.get(item, {}) | metrics
+        return found
 
 
 def microbatch_loss(
@@ -464,8 +469,8 @@ def _schedule_with_shards(
     run = {
         SHARD_FORWARD: vocabulary.run_shards,
         SHARD_WEIGHT: vocabulary.add_gradients,
-        LOOKUP: vocabulary.lookups.look_up,
-        LOOKUP_GRADIENT: vocabulary.lookups.add_gradients,
+        LOOKUP: vocabulary.look_up,
+        LOOKUP_GRADIENT: vocabulary.add_word_gradients,
     }
     schedule.register_custom_function(CARRIER, _Passes(passes, run))
     return schedule

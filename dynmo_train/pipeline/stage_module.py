@@ -26,7 +26,6 @@ from ..models.compiled import PRODUCTS, is_compiled
 from ..models.head import Head
 from ..models.layer_list import ItemOutput, ItemSpec, output_of
 from ..models.moe import counting_layers
-from ..models.vocabulary_shards import WORDS
 from ..optim.precision import ComputeCopies
 from ..parallel.random_stream import ItemStream, StreamKeys, drawing_from, draws_from_generator
 from ..parallel.seeding import seeded
@@ -58,7 +57,7 @@ class StageModule(nn.Module):
 
     Attributes:
         graphs: CUDA graphs of the items.
-        words: Returns the word embeddings of a microbatch of the step, where shards look them up; else None.
+        looked_up: Values that shards look up -> what returns them for a microbatch of the step.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class StageModule(nn.Module):
         self.frozen, self.seed, self.recompute, self.selective = frozen, seed, recompute, selective
         self._recomputing_graphs = {name for name, layer in items.items() if selective and is_compiled(layer)}
         self.step, self.loss_scale, self.first_microbatch = 0, 1.0, 0
-        self.words: Callable[[int], torch.Tensor] | None = None
+        self.looked_up: dict[str, Callable[[int], torch.Tensor]] = {}
         self.profiler, self.device = profiler, device
         self._heads = [part for layer in self.layers for part in layer.modules() if isinstance(part, Head)]
         self._routed = {name: counting_layers(layer) for name, layer in items.items()}
@@ -154,8 +153,8 @@ class StageModule(nn.Module):
         index = int(microbatch)
         # A schedule receives into the same tensors in every step, and items keep on a value what they derive from it.
         values = {name: each.view_as(each) for name, each in zip(self.input_names, received, strict=True)}
-        if self.words is not None:
-            values[WORDS] = self.words(index - self.first_microbatch)
+        for name, look_up in self.looked_up.items():
+            values[name] = look_up(index - self.first_microbatch)
         items: Sequence[Callable[..., Any]] = self._copies or list(self.layers)
         keys = batch.pop(SAMPLES, None) if self.cache is not None else None
         cached = self.cache.get(self.number, keys) if self.cache is not None and keys is not None else None

@@ -13,21 +13,26 @@ Nothing waits but what needs a message: S for the stream, B of the last stage fo
 kind of message has a process group of its own, in which both ends use the order of the microbatches. Receives are
 posted one microbatch ahead, so that a message travels while the rank computes. With tensor parallelism each rank has a
 slice of each shard, and messages are between ranks of the same slice; B of the last stage adds the slices up.
+
+With multi-token prediction the stream has the samples of all predictions, in training: S and T compute them together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..models.cross_entropy import token_weights
 from ..models.layer_list import ModelFamily
+from ..models.multi_token import LOSS_METRIC
+from ..models.sharded_prediction import PredictionTargets, prediction_item
 from ..models.vocabulary_family import VocabularyShardedFamily
 from ..models.vocabulary_shards import (
+    WORDS,
     InjectLoss,
     VocabularyPart,
     VocabularyShard,
@@ -38,6 +43,7 @@ from ..models.vocabulary_shards import (
     subtrees,
 )
 from ..optim.precision import ComputeCopies
+from ..parallel.context_parallel import ContextRegion, context_region
 from ..parallel.process_groups import World, with_vocabulary_groups
 from ..parallel.tensor_parallel import TensorRegion
 from .partition import Partition
@@ -60,6 +66,9 @@ class VocabularyGroups:
         parts: Parts of the shards.
         sums: Log-sums.
         words: Rows of the word table, and their gradients.
+        ahead: The same for the depths of multi-token prediction.
+        depths: Weights of the losses of these depths.
+        context: Ranks that share the tokens of a sample; None where there is one.
     """
 
     loss_inputs: tuple[str, ...]
@@ -70,6 +79,9 @@ class VocabularyGroups:
     parts: dist.ProcessGroup
     sums: dist.ProcessGroup
     words: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    ahead: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    depths: tuple[float, ...] = ()
+    context: ContextRegion | None = None
 
     @staticmethod
     def prepare(world: World, family: ModelFamily) -> World:
@@ -81,7 +93,7 @@ class VocabularyGroups:
         """Return the groups of the processes of a run; None for a family whose tables are whole."""
         if not isinstance(family, VocabularyShardedFamily):
             return None
-        features, parts, sums, rows, gradients = world.groups.vocabulary
+        features, parts, sums, rows, gradients, ahead_rows, ahead_gradients = world.groups.vocabulary
         return cls(
             loss_inputs=family.loss_inputs,
             ids_input=family.ids_input,
@@ -91,6 +103,9 @@ class VocabularyGroups:
             parts=parts,
             sums=sums,
             words=(rows, gradients),
+            ahead=(ahead_rows, ahead_gradients),
+            depths=family.depths,
+            context=context_region(world),
         )
 
 
@@ -101,8 +116,8 @@ class VocabularyShape:
     Attributes:
         count: Number of shards.
         inputs: Names of the batch tensors of the loss: labels and, where there is one, the mask.
-        stream: Shape of the normalized stream of a microbatch, ``(B, T, D)``; with sequence parallelism of this
-            rank's tokens.
+        stream: Shape of the normalized stream of a microbatch, ``(B, T, D)``, of one prediction; with sequence
+            parallelism of this rank's tokens.
         dtype: dtype of the arithmetic.
         microbatches: Microbatches of a step on this replica.
         total_microbatches: Microbatches of a step on all replicas.
@@ -129,6 +144,10 @@ class VocabularyShape:
         samples, tokens, _ = self.whole_stream
         return samples * tokens
 
+    def stream_of(self, predictions: int) -> tuple[int, ...]:
+        """Return the shape of the streams of several predictions."""
+        return (predictions * self.stream[0], *self.stream[1:])
+
 
 class VocabularyPasses:
     """Runs S and T of the local shards, and merges the parts on the rank of the last stage.
@@ -143,7 +162,8 @@ class VocabularyPasses:
         trains_words: Whether the word table trains.
 
     Attributes:
-        lookups: Passes E and G.
+        lookups: Passes E and G of the embedding.
+        ahead: Those of each depth of multi-token prediction.
     """
 
     def __init__(
@@ -176,7 +196,8 @@ class VocabularyPasses:
             for rank in ranks
             if rank in placed
         }
-        self.lookups = WordLookups(
+        look_up = partial(
+            WordLookups,
             stream=shape.whole_stream,
             dtype=shape.dtype,
             microbatches=shape.microbatches,
@@ -184,18 +205,25 @@ class VocabularyPasses:
             shards=self._modules,
             copies=self._copies,
             placed=placed,
-            first=partition.stage_ranks[0],
             world=world,
-            groups=groups.words,
             profiler=profiler,
-            trains=trains_words,
+        )
+        self.lookups = look_up(first=partition.stage_ranks[0], groups=groups.words, trains=trains_words)
+        # The depths train the table behind a frozen front, too, but not one that only adapters change.
+        trains_rows = all(module.words.requires_grad for module in self._modules.values())
+        self.ahead = tuple(
+            look_up(
+                first=_rank_of(partition, prediction_item(depth)), groups=groups.ahead, trains=trains_rows, defers=True
+            )
+            for depth in range(len(groups.depths))
         )
         self._reset()
 
     def _reset(self) -> None:
-        self._training, self._factor = False, 1.0
-        self._labels: tuple[torch.Tensor, ...] = ()
-        self._weights: list[torch.Tensor] = []
+        self._training, self._factor, self._predictions = False, 1.0, 1
+        self._labels: Sequence[torch.Tensor] = ()
+        self._weights: Sequence[torch.Tensor] = ()
+        self._losses: dict[int, list[torch.Tensor]] = {}
         self._features: dict[int, tuple[torch.Tensor, dist.Work | None]] = {}
         self._sums: dict[int, tuple[torch.Tensor, dist.Work | None]] = {}
         self._parts: dict[int, dict[Node, VocabularyPart]] = {}
@@ -219,23 +247,87 @@ class VocabularyPasses:
         device = self._world.device
         label_name, *mask_name = self.shape.inputs
         labels = inputs[label_name].to(device, non_blocking=True)
-        self._labels = torch.tensor_split(labels, self.shape.microbatches)
+        by_microbatch = torch.tensor_split(labels, self.shape.microbatches)
         masks: Sequence[torch.Tensor | None] = [None] * self.shape.microbatches
         if mask_name:
             masks = torch.tensor_split(inputs[mask_name[0]].to(device, non_blocking=True), self.shape.microbatches)
-        self._weights = [token_weights(of_labels, mask) for of_labels, mask in zip(self._labels, masks, strict=True)]
+        # An evaluation has the model's own prediction alone.
+        depths = len(self.ahead) if training else 0
+        targets = PredictionTargets.of(by_microbatch, masks, depths, self._groups.context)
+        self._labels, self._weights, self._predictions = targets.labels, targets.weights, 1 + depths
         self._expect_features(0)
         self.lookups.begin_step(inputs[self._groups.ids_input], training=training)
+        for lookups, ids in zip(self.ahead[:depths], targets.ids, strict=True):
+            lookups.begin_step(ids, training=True)
 
     def end_step(self) -> None:
         """Complete what the last microbatch has left over."""
-        self.lookups.end_step()
+        for lookups in self._active_lookups():
+            lookups.end_step()
+
+    def _active_lookups(self) -> tuple[WordLookups, ...]:
+        """Return those of this step: the depths of multi-token prediction take part in training only."""
+        return (self.lookups, *self.ahead) if self._training else (self.lookups,)
+
+    def look_up(self, microbatch: int) -> None:
+        """E: look up the rows of the embedding, and those of each depth.
+
+        Args:
+            microbatch: Microbatch of the step, from 0.
+        """
+        for lookups in self._active_lookups():
+            lookups.look_up(microbatch)
+
+    def add_word_gradients(self, microbatch: int) -> None:
+        """G: add the gradients of these rows, in the same order on all ranks.
+
+        Args:
+            microbatch: Microbatch of the step, from 0.
+        """
+        for lookups in self._active_lookups():
+            lookups.add_gradients(microbatch)
+
+    def lookup_of(self, name: str) -> Callable[[int], torch.Tensor]:
+        """Return what gives the rows of a microbatch that a stage reads by this name."""
+        if name == WORDS:
+            return self.lookups.words
+        return partial(self._words_ahead, int(name.rpartition(".")[2]))
+
+    def _words_ahead(self, depth: int, microbatch: int) -> torch.Tensor:
+        """Return the rows that a depth reads, ``[B, T, D]``; of no sample in an evaluation.
+
+        Args:
+            depth: Depth of multi-token prediction, from 0.
+            microbatch: Microbatch of the step, from 0.
+        """
+        if self._training:
+            return self.ahead[depth].words(microbatch)
+        return torch.empty(0, *self.shape.stream[1:], dtype=self.shape.dtype, device=self._world.device)
+
+    def metrics(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return item -> metric -> mean over the microbatches of the last step: the loss of each depth.
+
+        Values are float64 on the device of the last stage; other ranks have none.
+        """
+        if not self._losses:
+            return {}
+        losses_MK = torch.stack([torch.stack(self._losses[microbatch]) for microbatch in sorted(self._losses)])
+        return {
+            prediction_item(depth): {LOSS_METRIC: mean}
+            for depth, mean in enumerate(losses_MK.double().mean(0).unbind())
+        }
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a microbatch whose logits are computed in this step."""
+        return self._predictions * self.shape.tokens
 
     def _expect_features(self, microbatch: int) -> None:
         """Post the receive of a microbatch's stream."""
         if self.is_last or microbatch in self._features or microbatch >= self.shape.microbatches:
             return
-        buffer = torch.empty(self.shape.stream, dtype=self.shape.dtype, device=self._world.device)
+        shape = self.shape.stream_of(self._predictions)
+        buffer = torch.empty(shape, dtype=self.shape.dtype, device=self._world.device)
         self._features[microbatch] = buffer, dist.irecv(buffer, self._source, group=self._groups.features)
 
     def _send(self, microbatch: int, tensor: torch.Tensor, target: int, group: dist.ProcessGroup) -> None:
@@ -247,9 +339,9 @@ class VocabularyPasses:
 
         Args:
             microbatch: Microbatch of the step, from 0.
-            stream: Normalized stream, ``[B, T, D]``.
+            stream: Normalized stream, ``[B, T, D]``; with multi-token prediction of the samples of all predictions.
         """
-        x_BTD = stream.detach().contiguous()
+        x_BTD = stream.detach()[: self._predictions * self.shape.stream[0]].contiguous()
         self._features[microbatch] = x_BTD, None
         arriving: list[dist.Work] = []
         parts = self._parts.setdefault(microbatch, {})
@@ -257,7 +349,7 @@ class VocabularyPasses:
             self._send(microbatch, x_BTD, target, self._groups.features)
             for node in self._nodes.get(rank, ()):
                 part = parts[node] = VocabularyPart.empty(
-                    self.shape.tokens, self.shape.stream[-1], self.shape.dtype, x_BTD.device
+                    self._tokens, self.shape.stream[-1], self.shape.dtype, x_BTD.device
                 )
                 works = [dist.irecv(tensor, target, group=self._groups.parts) for tensor in part.tensors]
                 arriving += [work for work in works if work is not None]
@@ -273,7 +365,7 @@ class VocabularyPasses:
         x_BTD, work = self._features.pop(microbatch)
         if work is not None:
             work.wait()
-        labels_N = self._labels[microbatch].reshape(-1)
+        labels_N = self._labels[microbatch]
         if self._region is not None and self.shape.token_parts > 1:
             x_BTD = self._region.gather_tokens(x_BTD)
         x_ND = x_BTD.flatten(0, -2)
@@ -286,7 +378,7 @@ class VocabularyPasses:
                     parts[index, index + 1], add[name] = run(x_ND, labels_N)
                 rows, width = self._modules[name].output.shape
                 self._profiler.set_activation_bytes(
-                    name, shard_activation_bytes(rows, width, self.shape.tokens, x_ND.element_size())
+                    name, shard_activation_bytes(rows, width, self._tokens, x_ND.element_size())
                 )
             # Behind the products: with NCCL a receive is a kernel that occupies the device until its message is there.
             self._expect_features(microbatch + 1)
@@ -298,7 +390,7 @@ class VocabularyPasses:
             for tensor in part.tensors:
                 self._send(microbatch, tensor.detach(), self._source, self._groups.parts)
         if self._training:
-            buffer = torch.empty(self.shape.tokens, device=x_ND.device)
+            buffer = torch.empty(self._tokens, device=x_ND.device)
             self._sums[microbatch] = buffer, dist.irecv(buffer, self._source, group=self._groups.sums)
 
     def loss(self, microbatch: int, stream: torch.Tensor, placeholder: torch.Tensor) -> torch.Tensor:
@@ -319,18 +411,30 @@ class VocabularyPasses:
             whole = merge_tree(0, self.shape.count, self._parts.pop(microbatch))
             if self._region is not None:
                 whole = whole.on_all_ranks(self._region)
-            loss = whole.loss(weights_N) * self._factor
+            own_loss, *further_losses = whole.losses(weights_N, self._predictions)
+            loss = own_loss * self._factor
             placeholder.copy_(loss)
             if not self._training:
                 return placeholder
             log_sums_N = whole.log_sum()
-            gradient_ND = whole.input_gradient(weights_N * self._factor)
-            gradient_BTD = self._sum_over_region(gradient_ND.view(self.shape.whole_stream))
+            if further_losses:
+                self._losses[microbatch] = further_losses
+            gradient_ND = whole.input_gradient(self._gradient_weights(microbatch))
+            samples, *rest = self.shape.whole_stream
+            gradient_BTD = self._sum_over_region(gradient_ND.view(self._predictions * samples, *rest))
         for target in self._others.values():
             self._send(microbatch, log_sums_N, target, self._groups.sums)
         self._sums[microbatch] = log_sums_N, None
         injected: torch.Tensor = InjectLoss.apply(stream, loss, gradient_BTD)  # type: ignore[no-untyped-call]
         return injected
+
+    def _gradient_weights(self, microbatch: int) -> torch.Tensor:
+        """Return the weight of each token's loss in the backward, float32 ``[N]`` of all predictions."""
+        weights_N = self._weights[microbatch] * self._factor
+        if self._predictions == 1:
+            return weights_N
+        scales_K = weights_N.new_tensor([1.0, *self._groups.depths])
+        return (weights_N.view(self._predictions, -1) * scales_K[:, None]).flatten()
 
     def _sum_over_region(self, gradient_BTD: torch.Tensor) -> torch.Tensor:
         """Sum the slices' gradients of the stream, ``[B, T, D]``; with sequence parallelism those of its tokens."""
@@ -356,8 +460,13 @@ class VocabularyPasses:
         log_sums_N, work = self._sums.pop(microbatch)
         if work is not None:
             work.wait()
-        weights_N = self._weights[microbatch] * self._factor
+        weights_N = self._gradient_weights(microbatch)
         with self._profiler.busy():
             for name, add_gradient in add.items():
                 with self._profiler.backward((name,)):
                     add_gradient(log_sums_N, weights_N)
+
+
+def _rank_of(partition: Partition, item: str) -> int:
+    """Return the pipeline rank of an item."""
+    return next(rank for names, rank in zip(partition.stages, partition.stage_ranks, strict=True) if item in names)

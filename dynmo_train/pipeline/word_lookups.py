@@ -10,6 +10,9 @@ Each token is a row of one shard. So a message has the rows of one rank's tokens
 them, and the first stage copies them to their places: the embedding has the bits of a whole table. Which tokens are
 whose follows from the token ids, which every rank has on the host.
 
+The depths of multi-token prediction read rows, too, each on the rank of its stage. Their backward is earlier than that
+of the first stage; their gradients wait for G, so that all ranks send and receive those of all depths in one order.
+
 Shapes in names: M microbatches, B samples, T tokens, N = B*T, D model width.
 """
 
@@ -88,11 +91,12 @@ class WordLookups:
         shards: name -> local shard.
         copies: name -> copies of its parameters in ``dtype``; empty in float32.
         placed: pipeline rank of each shard, in order.
-        first: pipeline rank of the first stage.
+        first: pipeline rank of the first stage, or of another one that reads the rows.
         world: processes of the run.
         groups: process groups of the rows, and of their gradients.
         profiler: measures the shards.
         trains: whether the word table trains; False where the embedding is frozen.
+        defers: whether the gradients of that stage are sent at G, and not in its backward.
     """
 
     def __init__(
@@ -110,11 +114,12 @@ class WordLookups:
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         profiler: LayerProfiler,
         trains: bool,
+        defers: bool = False,
     ) -> None:
         self._stream, self._dtype, self._microbatches, self._spans = stream, dtype, microbatches, spans
         self._shards, self._copies, self._world, self._profiler = shards, copies, world, profiler
         self._rows_group, self._gradients_group = groups
-        self._trains = trains
+        self._trains, self._defers = trains, defers
         self.is_first = world.pipeline_rank == first
         self._source = world.global_rank(world.peer(first))
         ranks = {rank: (placed.index(rank), placed.index(rank) + placed.count(rank)) for rank in sorted(set(placed))}
@@ -131,6 +136,7 @@ class WordLookups:
         self._order_MN = self._ids_MN = torch.empty(0, dtype=torch.int64)
         self._rows: dict[int, tuple[torch.Tensor, list[dist.Work | None]]] = {}
         self._gradients: dict[int, tuple[torch.Tensor, dist.Work | None]] = {}
+        self._computed: dict[int, torch.Tensor] = {}
         self._sent: dict[tuple[str, int], list[tuple[dist.Work | None, torch.Tensor]]] = {}
 
     def begin_step(self, ids: torch.Tensor, *, training: bool) -> None:
@@ -236,9 +242,15 @@ class WordLookups:
             microbatch: microbatch of the step, from 0.
             gradient_BTD: gradient of :meth:`words`, ``[B, T, D]``.
         """
+        sorted_ND = gradient_BTD.flatten(0, 1).index_select(0, self._order_MN[microbatch])
+        if self._defers:
+            self._computed[microbatch] = sorted_ND
+        else:
+            self._send_sorted(microbatch, sorted_ND)
+
+    def _send_sorted(self, microbatch: int, sorted_ND: torch.Tensor) -> None:
         # G of that microbatch came before on all ranks.
         self._wait_for_sends("gradients", microbatch - LEAD)
-        sorted_ND = gradient_BTD.flatten(0, 1).index_select(0, self._order_MN[microbatch])
         for target, span in self._others.items():
             place = self._place(microbatch, span)
             if place.start < place.stop:
@@ -254,6 +266,8 @@ class WordLookups:
         if not self._training:
             return
         place = self._place(microbatch, self._own)
+        if self.is_first and self._defers:
+            self._send_sorted(microbatch, self._computed.pop(microbatch))
         if not self.is_first:
             buffer_ND = self._buffer(place.stop - place.start)
             work = dist.irecv(buffer_ND, self._source, group=self._gradients_group) if len(buffer_ND) else None

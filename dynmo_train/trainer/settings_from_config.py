@@ -29,6 +29,7 @@ from ..models.float8 import Float8Settings
 from ..models.flops import step_flops
 from ..models.layer_list import ItemSpec, ModelFamily
 from ..models.registry import boundary_of
+from ..models.sharded_prediction import is_looked_up
 from ..models.sparse_formats import (
     BUILT_IN,
     CSR,
@@ -39,7 +40,6 @@ from ..models.sparse_formats import (
     block_rule,
     prefix_of,
 )
-from ..models.vocabulary_shards import WORDS
 from ..optim.compression.settings import CompressionSettings
 from ..optim.lr_schedule import LearningRate, WeightDecay
 from ..optim.optimizers.registry import optimizer_settings
@@ -249,10 +249,9 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
     boundary, parallel = boundary_of(config), config.parallel
     parts = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     cut = boundary.cut_along_tokens(parts)
-    if WORDS in cut.shapes:
-        # Before the tensor-parallel ranks add their rows up, each has those of all tokens.
-        words = boundary.cut_along_tokens(parallel.context_parallel_size).shapes[WORDS]
-        cut = replace(cut, shapes={**cut.shapes, WORDS: words})
+    # Before the tensor-parallel ranks add their rows up, each has those of all tokens.
+    rows = boundary.cut_along_tokens(parallel.context_parallel_size).shapes
+    cut = replace(cut, shapes={name: (rows if is_looked_up(name) else cut.shapes)[name] for name in cut.shapes})
     training = config.training
     precision = precision_settings(config)
     cache = config.freezing.freeze_cache_activations

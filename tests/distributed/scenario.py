@@ -22,9 +22,10 @@ from dynmo_train.models.float8 import Float8Settings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFamily
 from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.sharded_prediction import with_predictions
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
-from dynmo_train.models.vocabulary_family import VocabularyShardedFamily
+from dynmo_train.models.vocabulary_family import VocabularyShardedFamily, prediction_depths
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
@@ -117,11 +118,13 @@ class Scenario:
             # Latent attention and others have none.
             attention = attention if family.shape.attention_dropout else 0.0
             shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=attention)
-            return self._changed(type(family)(shape))
+            return self._sharded(self._changed(type(family)(shape)))
         shape = replace(
             SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=attention
         )
-        family = self._changed(Gpt(shape))
+        return self._sharded(self._changed(Gpt(shape)))
+
+    def _sharded(self, family: ModelFamily) -> ModelFamily:
         return family if self.shards is None else VocabularyShardedFamily(family, self.shards, self.shard_parts)
 
     def _changed(self, plain: ModelFamily) -> ModelFamily:
@@ -144,6 +147,8 @@ class Scenario:
         else:
             shapes = MODELS[self.model].shapes(MICRO_BATCH)
         boundary = BoundaryShape(shapes=shapes, dtype=precision.compute)
+        if self.shards is not None:
+            boundary = with_predictions(boundary, prediction_depths(self.family()))
         if self.dynamic is not None and self.dynamic.exits is not None:
             boundary = replace(boundary, shapes={**boundary.shapes, EXITED: (MICRO_BATCH, TOKENS)})
         rate = LearningRate(peak=3e-3, floor=0.0, style="cosine", warmup_steps=3, decay_steps=20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -15,6 +15,7 @@ from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
 from dynmo_train.launch.find_command import program_path
 from dynmo_train.models.lora import LoraFamily, LoraSettings, is_adapter
 from tests.distributed.scenario import Scenario, merged, play
+from tests.distributed.test_families import cut as family_cut
 from tests.distributed.test_placement import WANDER
 from tests.distributed.whole_runs import figures, manifest_of, run_command, tensors, train, verify
 from tests.distributed.workers import run_workers
@@ -29,6 +30,7 @@ SHAPE = {
     "eval_interval": "4",
 }
 FLAGS = ("--mock-data",)
+PIPELINE = {"pipeline_model_parallel_size": "2", "schedule": "zero-bubble"}
 LORA = (*FLAGS, "--lora-rank", "4", "--lora-dropout", "0.1")
 
 
@@ -72,11 +74,11 @@ class Adapted(Scenario):
 
     targets: tuple[str, ...] = ("q_proj", "v_proj", "fc1")
 
-    def family(self):
-        return LoraFamily(super().family(), LoraSettings(rank=2, alpha=4.0, targets=self.targets, dropout=0.1), seed=5)
+    def _changed(self, plain):
+        return LoraFamily(plain, LoraSettings(rank=2, alpha=4.0, targets=self.targets, dropout=0.1), seed=5)
 
     def _techniques(self):
-        return {"lora": partial(FrozenBase, self.family().frozen_front)}
+        return {"lora": partial(FrozenBase, replace(self, shards=None).family().frozen_front)}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -89,6 +91,42 @@ def test_adapters_move_with_their_layers(precision, targets):
         assert got == expected
     assert any(".lora_B." in name and name.endswith("exp_avg") for name in expected["weights"])
     assert not any(name.endswith("exp_avg") and not is_adapter(name) for name in expected["weights"])
+
+
+@pytest.mark.parametrize(("model", "precision"), [("gpt", "bf16"), ("deepseek", "fp32")])
+def test_adapters_move_with_a_sharded_vocabulary(model, precision):
+    """Depths of multi-token prediction have none, and read a table that does not train."""
+    scenario = Adapted(precision=precision, model=model, shards=4, steps=6, targets=("o_proj",), dropout=0.0)
+    moves = ((2, family_cut(model, 2, 3)), (4, family_cut(model, 2, -2))) if model != "gpt" else WANDER[:2]
+    [whole] = run_workers(play, 1, replace(scenario, shards=None))
+    [expected] = run_workers(play, 1, scenario)
+    for schedule in ("1f1b", "zero-bubble"):
+        assert merged(run_workers(play, 2, replace(scenario, schedule=schedule, moves=moves))) == expected
+    assert expected["losses"] == pytest.approx(whole["losses"], rel=1e-5 if precision == "fp32" else 2e-3)
+    assert expected["norms"] == pytest.approx(whole["norms"], rel=1e-5 if precision == "fp32" else 1e-2)
+    trained = [name.removesuffix(".exp_avg") for name in expected["weights"] if name.endswith("exp_avg")]
+    assert trained
+    assert all(map(is_adapter, trained))
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"), [((), {}), (("--lora-save-adapters",), {}), (("--zero-stage", "2"), {"zero": "2"})]
+)
+def test_adapters_of_a_run_with_a_sharded_vocabulary(base, undropped, tmp_path, flags, options):
+    """Resumed on another pipeline; near the run with whole tables, which are unchanged in the checkpoint."""
+    shards = {"vocabulary_parallel": "4"} | ({"data_parallel_size": None} if options else {})
+    run = tmp_path / "run"
+    first = 2 if options else 1
+    tune(base, run, first, *UNDROPPED, *flags, exit_interval="5", **shards)
+    train(None, run, 2 * first, *LORA, *UNDROPPED, *flags, **SHAPE, **shards, load=str(run), **PIPELINE)
+    for step, (loss, norm) in figures(run).items():
+        assert (loss, norm) == pytest.approx(figures(undropped)[step], rel=1e-4), step
+    found, before = (open_checkpoint(find_checkpoint(each)) for each in (run, base))
+    assert all(map(is_adapter, found.manifest["optimizer"]["steps"]))
+    name = "embedding.word.weight"
+    assert torch.equal(found.load([name])[name], before.load([name])[name])
+    # A run with whole tables resumes from it.
+    train(None, tmp_path / "more", 1, *LORA, *UNDROPPED, **(SHAPE | {"train_iters": "9"}), load=str(run))
 
 
 def test_adapters_resume_with_the_same_bits(base, tuned, tmp_path):

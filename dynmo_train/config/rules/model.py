@@ -335,19 +335,13 @@ def _latent(config: Config, _world_size: int) -> Iterator[Problem]:
 
 def _prediction(config: Config, _world_size: int) -> Iterator[Problem]:
     """Multi-token prediction: what reads the tokens of a sample, or the tables of the model, in other ways."""
-    model, parallel, flag = config.model, config.parallel, "--mtp-num-layers"
+    model, flag = config.model, "--mtp-num-layers"
     if not model.mtp_num_layers:
         return
     if model.position_embedding_type != "rotary":
         yield unsupported(flag, "requires --position-embedding-type rotary")
     if model.mtp_num_layers >= model.seq_length:
         yield conflict(flag, f"is {model.mtp_num_layers}; must be below --seq-length {model.seq_length}")
-    if parallel.vocabulary_parallel is not None:
-        yield unsupported(
-            flag,
-            "cannot be combined with --vocabulary-parallel, whose shards compute the loss of the last stage alone;"
-            " remove one",
-        )
 
 
 def _attention(config: Config) -> Iterator[Problem]:

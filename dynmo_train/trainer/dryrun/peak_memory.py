@@ -26,7 +26,7 @@ from ...models.float8 import float8_items, operand_bytes
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, vocabulary_rows
 from ...models.moe import MoeMlp
 from ...models.moe_shape import BALANCED
-from ...models.multi_token import PredictionLayer
+from ...models.sharded_prediction import FEATURES, PREDICTIONS
 from ...models.sharding import cut_item, join_context
 from ...models.vocabulary_family import VocabularyShardedFamily
 from ...models.vocabulary_shards import ranks_of_shards
@@ -104,7 +104,7 @@ def _assumptions(config: Config, module: nn.Module) -> DataAssumptions | None:
     if isinstance(module, BertHead):
         return DataAssumptions(nonzero_fraction=config.data.mask_prob)
     experts = next((part for part in module.modules() if isinstance(part, MoeMlp)), None)
-    if experts is None or not isinstance(module, MoeMlp | PredictionLayer):
+    if experts is None or not isinstance(module, (MoeMlp, *PREDICTIONS)):
         return NO_ASSUMPTIONS
     moe = experts.moe
     # Their numbers of tokens depend on the scores, or on those of other ranks.
@@ -382,7 +382,7 @@ def worker_peaks(
         static += sum(shards_here[field] for field in ("param_bytes", "gradient_bytes", "optimizer_bytes"))
         model, gradients = _model_bytes(config, boundary, counts)
         of_shards = _shard_model_bytes(config, boundary, shards_here)
-        model, gradients = model + of_shards, gradients + FLOAT_BYTES * shards_here["param_count"]
+        model, gradients = model + of_shards, gradients + shards_here["gradient_bytes"]
         shards = _gradient_shards(config)
         known = [memories[name] for name in items if name in memories]
         deferred = _deferred_gradient_bytes(config, family, items, boundary)
@@ -434,9 +434,12 @@ def _message_bytes(boundary: BoundaryShape, workers: int, *, is_first: bool, is_
         is_last: whether the worker has the last stage, which receives the parts of all others.
     """
     batch, tokens, width = boundary.shapes[HIDDEN]
+    # With multi-token prediction the stream has the samples of all, and rows are read behind the front, too.
+    predictions = boundary.shapes.get(FEATURES, boundary.shapes[HIDDEN])[0] // batch
+    batch *= predictions
     stream = batch * tokens * width * boundary.dtype.itemsize
     part = stream + batch * tokens * (width + 3) * FLOAT_BYTES
-    rows = LEAD * (stream if is_first else stream // workers)
+    rows = LEAD * (stream if is_first or (is_last and predictions > 1) else stream // workers)
     return 2 * (stream + part * (workers - 1 if is_last else 1)) + rows
 
 

@@ -51,7 +51,7 @@ from ...formats.run_lines import append_event, append_metrics
 from ...models.flops import attention_windows
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, parameters_of
 from ...models.sharding import experts_of
-from ...models.vocabulary_family import family_parts, shard_names
+from ...models.vocabulary_family import family_parts, prediction_depths, shard_names
 from ...models.vocabulary_shards import SHARD, WORDS, VocabularyShard, shard_activation_bytes
 from ...optim.optimizers.protocol import OptimizerSettings
 from ...optim.optimizers.registry import state_bytes
@@ -158,18 +158,20 @@ def describe_shards(
         return None
     parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
     modules = {name: build(name) for name in names}
-    shapes = {full: tuple(p.shape) for name, each in modules.items() for full, p in parameters_of(name, each).items()}
+    parameters = {full: p for name, each in modules.items() for full, p in parameters_of(name, each).items()}
+    # Tables under adapters are frozen.
+    trained = {name: tuple(each.shape) for name, each in parameters.items() if each.requires_grad}
     outputs = [each.output.shape for each in modules.values() if isinstance(each, VocabularyShard)]
     # With sequence parallelism the stream has this rank's tokens, and its slices of the shards all.
-    tokens = math.prod(boundary.shapes.get(WORDS, boundary.shapes[HIDDEN])[:2])
-    count = sum(math.prod(shape) for shape in shapes.values())
+    tokens = math.prod(boundary.shapes.get(WORDS, boundary.shapes[HIDDEN])[:2]) * (1 + prediction_depths(family))
+    count = sum(each.numel() for each in parameters.values())
     return {
         "shards": len(names),
         "param_count": count,
         "output_param_count": sum(math.prod(shape) for shape in outputs),
         "param_bytes": count * parameter_bytes,
-        "gradient_bytes": count * FLOAT_BYTES,
-        "optimizer_bytes": state_bytes(optimizer, shapes),
+        "gradient_bytes": sum(map(math.prod, trained.values())) * FLOAT_BYTES,
+        "optimizer_bytes": state_bytes(optimizer, trained),
         "activation_bytes": sum(
             shard_activation_bytes(rows, width, tokens, boundary.dtype.itemsize) for rows, width in outputs
         ),

@@ -10,6 +10,7 @@ import io
 import json
 import lzma
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,20 @@ def _with_merges(call: Callable[[Any, Path], None], file: str, content: str) -> 
     return run
 
 
-def _sentence_piece(_folder: Path) -> list[bytes]:
+SPECIAL_TOKENS = (
+    b'{"tokenizer_class": "LlamaTokenizer", "legacy": false, "bos_token": "<s>", "eos_token": {"content": "</s>"},'
+    b' "added_tokens_decoder": {"0": {"content": "<unk>", "special": true}}, "additional_special_tokens": ["<x>"]}'
+)
+
+
+def _with_model(read: Any, path: Path) -> object:
+    model = path.with_name("tokenizer.model")
+    if not model.exists():
+        model.write_bytes(_sentence_piece(path.parent, byte_fallback=True)[0])
+    return read(model, path)
+
+
+def _sentence_piece(_folder: Path, *, byte_fallback: bool = False) -> list[bytes]:
     import sentencepiece
 
     sink = io.BytesIO()
@@ -194,7 +208,9 @@ def _sentence_piece(_folder: Path) -> list[bytes]:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,
         model_writer=sink,
-        vocab_size=40,
+        vocab_size=300 if byte_fallback else 40,
+        hard_vocab_limit=not byte_fallback,
+        byte_fallback=byte_fallback,
         model_type="bpe",
         minloglevel=2,
         num_threads=1,
@@ -462,6 +478,19 @@ TARGETS = [
         file="tokenizer.model",
         label="sentencepiece",
         call=_load_tokenizer("SentencePieceTokenizer", "auto", model="tokenizer.model"),
+    ),
+    file_target(
+        f"{P}._common.sentencepiece_json:read_tokenizer_document",
+        partial(_sentence_piece, byte_fallback=True),
+        file="tokenizer.model",
+        call=lambda read, path: read(path, None),
+    ),
+    file_target(
+        f"{P}._common.sentencepiece_json:read_tokenizer_document",
+        lambda _: [SPECIAL_TOKENS],
+        file="tokenizer_config.json",
+        label="config",
+        call=_with_model,
     ),
     file_target(f"{P}.tokenization.word_counts:read_blocks", _word_blocks, file="words.bin"),
     file_target(

@@ -131,7 +131,6 @@ EXPERTS = {"family": "llama", "num_experts": 8}
             "at most the 2 experts of a group",
         ),
         ({"family": "gpt", "mtp_num_layers": 1}, "requires --position-embedding-type rotary"),
-        ({"family": "llama", "mtp_num_layers": 1, "vocabulary_parallel": 2}, "--vocabulary-parallel"),
     ],
 )
 def test_combination_without_an_implementation_is_refused(options, message):

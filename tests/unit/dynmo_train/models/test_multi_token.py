@@ -9,6 +9,7 @@ import torch
 
 from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.multi_token import tokens_ahead
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
 from dynmo_train.parallel.context_parallel import ContextRegion
 
@@ -30,7 +31,6 @@ TOKENS = 16
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_ranks_predict_the_tokens_of_the_whole_sample(monkeypatch, size, depth, masked):
-    layer = Llama(SHAPE).build(f"mtp.{depth}", CPU)
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(0, 20, (2, TOKENS), generator=generator)
     counts = (torch.rand(2, TOKENS, generator=generator) < 0.7).long() if masked else torch.ones_like(labels)
@@ -42,8 +42,7 @@ def test_context_ranks_predict_the_tokens_of_the_whole_sample(monkeypatch, size,
         weights = counts / counts.sum() * size if masked else counts
         wholes = iter([labels, weights])
         monkeypatch.setattr(region, "gather_tokens", lambda _x, wholes=wholes: next(wholes))
-        layer.context = region
-        ids, following, found = layer._tokens_ahead(region.cut(labels, 1), region.cut(weights, 1))
+        ids, following, found = tokens_ahead(region.cut(labels, 1), region.cut(weights, 1), depth, region)
         for at, place in enumerate(region.cut(places, 0).tolist()):
             if place + depth < TOKENS:
                 assert torch.equal(ids[:, at], labels[:, place + depth])
