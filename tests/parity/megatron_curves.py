@@ -111,9 +111,19 @@ FAMILIES = {
     "bert": ("bert", MODEL),
     "bert-exact": ("bert", MODEL + " --no-bias-gelu-fusion"),
     "t5": ("t5", MODEL + " --encoder-seq-length 16 --decoder-seq-length 16"),
+    "t5-per-token": ("t5", MODEL + " --encoder-seq-length 16 --decoder-seq-length 16 --calculate-per-token-loss"),
 }
 # Families that differ from another one in an option: one schedule is enough.
-VARIANTS = ("gpt-exact", "quick-geglu", "quick-geglu-offset", "clamped-swiglu", "off-by-one", "gpt-oss", "bert-exact")
+VARIANTS = (
+    "gpt-exact",
+    "quick-geglu",
+    "quick-geglu-offset",
+    "clamped-swiglu",
+    "off-by-one",
+    "gpt-oss",
+    "bert-exact",
+    "t5-per-token",
+)
 CASES = [(kind, name) for kind in FAMILIES for name in SCHEDULES if kind not in VARIANTS or name == "cosine"]
 
 
@@ -158,17 +168,20 @@ def batch_of(kind: str, step: int) -> dict[str, torch.Tensor]:
             "loss_mask": masked.long(),
             "order": torch.randint(0, 2, (samples,), generator=random),
         }
+    counts = present.long().flip(1)
+    if kind == "t5-per-token":
+        counts[:SAMPLES, 4:] = 0  # the first microbatch counts fewer tokens than the second
     return {
         "encoder_ids": labels,
         "encoder_attention_mask": present,
         "decoder_ids": ids.flip(0)[:, :-1].contiguous(),
         "labels": ids.flip(0)[:, 1:].contiguous(),
-        "loss_mask": present.long().flip(1),
+        "loss_mask": counts,
     }
 
 
 def loss_of(kind: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of a microbatch as Megatron's ``pretrain_*.py`` compute it."""
+    """The loss of a microbatch as Megatron's ``pretrain_*.py`` compute it; by token, the sum."""
     T = SIZES["tokens"]
     causal = torch.ones(1, 1, T, T).triu(1).bool()
     if not kind.startswith(("bert", "t5")):
@@ -191,7 +204,7 @@ def loss_of(kind: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> torc
         padding,
         lm_labels=batch["labels"],
     )
-    return (losses * mask).sum() / mask.sum()
+    return (losses * mask).sum() / (1 if kind == "t5-per-token" else mask.sum())
 
 
 def theirs(kind: str, schedule: Schedule, weights: dict[str, torch.Tensor]) -> Callable[[int], float]:
@@ -204,7 +217,7 @@ def theirs(kind: str, schedule: Schedule, weights: dict[str, torch.Tensor]) -> C
     if kind.startswith("bert"):
         model = megatron_core.bert(SIZES, kind)
     else:
-        model = megatron_core.t5(SIZES) if kind == "t5" else megatron_core.decoder(kind, SIZES)
+        model = megatron_core.t5(SIZES) if kind.startswith("t5") else megatron_core.decoder(kind, SIZES)
     copy_into(model, megatron_core.names_of(kind, weights))
     own = list(model.parameters())
     groups = [
@@ -229,10 +242,12 @@ def theirs(kind: str, schedule: Schedule, weights: dict[str, torch.Tensor]) -> C
     def train(step: int) -> float:
         batch = batch_of(kind, step)
         total = 0.0
+        # By token the sums of all microbatches are over the number of tokens that count in the step.
+        parts = float(batch["loss_mask"].sum()) if kind == "t5-per-token" else MICROBATCHES
         for at in range(0, samples, SAMPLES):
             loss = loss_of(kind, model, {name: value[at : at + SAMPLES] for name, value in batch.items()})
-            (loss / MICROBATCHES).backward()
-            total += loss.item() / MICROBATCHES
+            (loss / parts).backward()
+            total += loss.item() / parts
         nn.utils.clip_grad_norm_(own, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
