@@ -210,7 +210,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--qk-rope-head-dim": becomes("--qk-pos-emb-head-dim", values=1),
     "--num-mtp-predictor": becomes("--mtp-num-layers", values=1),
     "--use-multi-token-prediction": ignored("--num-mtp-predictor has their number"),
-    "--train-mode": refused("not supported: train on conversations with --sft", 1, neutral="pretrain"),
+    "--train-mode": refused("not supported: use --sft, which trains on conversations", 1, neutral="pretrain"),
     "--dataset": refused("not supported: binarize the data with dynmo-prep, and use --data-path", 1, neutral="MMAP"),
     "--max-padding-length": ignored("samples have --seq-length tokens", 1),
     "--extra-vocab-size": refused("not supported: use --vocab-size with the number of all token ids", 1, neutral="0"),

@@ -312,7 +312,7 @@ _REFUSED: Mapping[str, str] = {
         --export-kv-cache-quant/1=none --export-real-quant-cfg/1=None --export-quant-cfg/1 --modelopt-enabled
         --qad-train-target/1 --freeze-base-for-mtp
     """,
-    "not supported: train on conversations with --sft": """
+    "not supported: use --sft, which trains on conversations": """
         --finetune-hf-dataset/1 --finetune-data-split/1 --finetune-data-files/*
     """,
     "faults are not injected: leave it out": """
