@@ -89,7 +89,7 @@ def with_overrides(steps: Sequence[Step], texts: Sequence[str]) -> list[Step]:
         texts: options as a shell reads them, such as ``--num-layers 2 --train-iters 5``.
 
     Raises:
-        UsageError: a text is no list of options, or the script starts no command or several kinds of them.
+        UsageError: a text is not a list of options, or the script starts no command or several kinds of them.
     """
     words: list[str] = []
     for text in texts:

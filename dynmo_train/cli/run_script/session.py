@@ -44,7 +44,7 @@ PIPE_SINKS = frozenset({"tee", "cat", "grep", "egrep", "sed", "awk", "head", "ta
 class StartStep:
     """A command of this project: its words, the variables that the script exports, and its folder.
 
-    ``origin`` has the words of the script.
+    ``origin`` is the command line in the script, expanded.
     """
 
     words: tuple[str, ...]
