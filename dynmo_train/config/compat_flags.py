@@ -110,7 +110,10 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--no-bias-swiglu-fusion": ignored(_OVERLAP),
     "--no-rope-fusion": ignored(_OVERLAP),
     "--no-gradient-accumulation-fusion": ignored(_OVERLAP),
-    "--no-async-tensor-model-parallel-allreduce": ignored(_OVERLAP),
+    **dict.fromkeys(
+        ("--async-tensor-model-parallel-allreduce", "--no-async-tensor-model-parallel-allreduce"), ignored(_OVERLAP)
+    ),
+    "--moe-use-legacy-grouped-gemm": ignored(_OVERLAP),
     "--overlap-grad-reduce": becomes("--DDP-impl", "torch"),
     "--overlap-param-gather": ignored(_OVERLAP),
     "--tp-comm-overlap": becomes("--async-tensor-parallel"),
@@ -200,6 +203,26 @@ FLAGS: Mapping[str, CompatFlag] = {
             "learnable": becomes("--attention-sinks", values=1, drop_values=True),
             "off-by-one": becomes("--softmax-off-by-one", values=1, drop_values=True),
         },
+    ),
+    "--spec": refused("layers from a Python module are not supported: leave it out", None, neutral="local"),
+    # Forks of Megatron-LM: Pai-Megatron-Patch and Swiss AI
+    "--qk-nope-head-dim": becomes("--qk-head-dim", values=1),
+    "--qk-rope-head-dim": becomes("--qk-pos-emb-head-dim", values=1),
+    "--num-mtp-predictor": becomes("--mtp-num-layers", values=1),
+    "--use-multi-token-prediction": ignored("--num-mtp-predictor has their number"),
+    "--train-mode": refused("not supported: use --sft, which trains on conversations", 1, neutral="pretrain"),
+    "--dataset": refused("not supported: binarize the data with dynmo-prep, and use --data-path", 1, neutral="MMAP"),
+    "--max-padding-length": ignored("samples have --seq-length tokens", 1),
+    "--extra-vocab-size": refused("not supported: use --vocab-size with the number of all token ids", 1, neutral="0"),
+    "--patch-tokenizer-type": refused(
+        "not supported: use --tokenizer-type HuggingFaceTokenizer and --tokenizer-model with its folder", 1
+    ),
+    "--trigger-path": refused("not supported: SIGTERM saves a checkpoint and ends the run; leave it out", 1),
+    "--qknorm-impl": ignored(_OVERLAP, 1),
+    "--xielu": refused(_MODEL),
+    "--goldfish-loss": refused("tokens are not left out of the loss at random: leave it out"),
+    **dict.fromkeys(
+        ("--goldfish-k", "--goldfish-h"), refused("tokens are not left out of the loss at random: leave it out", 1)
     ),
     "--random-ltd": refused("random layer token drop is not supported: use --mod-capacity"),
     **dict.fromkeys(("--kd", "--mos"), refused(_DISTILL)),

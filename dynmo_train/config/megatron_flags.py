@@ -155,14 +155,14 @@ _REFUSED: Mapping[str, str] = {
         --moe-expert-rank-capacity-factor/1 --enable-mhc-connections --mhc-num-residual-streams/1
         --mhc-sinkhorn-iterations/1 --mhc-init-gating-factor/1 --mhc-recompute-layer-num/1 --mrope-section/*
         --no-rope-freq/1 --gtp-remat-opt-in-modules/* --moe-use-upcycling --moe-upcycling-granularity/1
-        --output-logit-dtype/1 --freeze-all-layers
+        --output-logit-dtype/1 --freeze-all-layers --export-qk-l2-norm --export-moe-apply-probs-on-input
     """,
     "not supported: each of --mtp-num-layers predictions has its own block and trains the embedding and head": """
         --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm
     """,
     "not supported: use --pipeline-model-parallel-layout, with m where the predictions are": "--mtp-standalone",
     "layers of Mamba are not supported: leave it out": """
-        --spec/* --hybrid-layer-pattern/1 --hybrid-override-pattern/1 --is-hybrid-model --mamba-state-dim/1
+        --hybrid-layer-pattern/1 --hybrid-override-pattern/1 --is-hybrid-model --mamba-state-dim/1
         --mamba-head-dim/1 --mamba-num-groups/1 --mamba-num-heads/1 --disable-mamba-mem-eff-path
         --mtp-hybrid-override-pattern/1 --mamba-training-ssm-states-dtype/1 --gdp-num-householder/1 --gdp-cutedsl-kernel
         --gdp-num-chunk-states-to-recompute/1
@@ -224,6 +224,8 @@ _REFUSED: Mapping[str, str] = {
         --logits-save-top-k/1 --logits-save-top-p/1 --logits-save-top-p-min-k/1 --logits-save-dir/1
         --logits-save-dtype/1 --logits-load-dir/1 --logits-load-decode-threads/1 --logits-load-prefetch-factor/1
         --logits-load-msc-prefetch-depth/1 --logits-load-kd-loss-alpha/1 --logits-load-ignore-errors
+        --export-kd-teacher-load/1 --export-kd-teacher-model-config/1 --export-kd-teacher-ckpt-format/1
+        --export-kd-cfg/1
     """,
     "traces of routing are not written: leave it out; metrics.jsonl has the tokens of each expert": """
         --moe-routing-trace-path/1 --moe-routing-trace-max-training-iters/1 --moe-routing-trace-capture-logits
@@ -301,6 +303,17 @@ _REFUSED: Mapping[str, str] = {
         --inprocess-last-call-wait/1 --inprocess-termination-grace-time/1 --inprocess-granularity/1
         --inprocess-active-world-size/1 --inprocess-empty-cuda-cache --enable-ft-package --calc-ft-timeouts
         --ft-num-warmup-iters/1
+    """,
+    "not supported: convert checkpoints with dynmo-ckpt convert, and leave it out": """
+        --export-legacy-megatron --export-te-mcore-model --export-default-te-spec --export-model-type/1=GPTModel
+        --export-offline-model
+    """,
+    "training with quantized weights is not supported: leave it out": """
+        --export-kv-cache-quant/1=none --export-real-quant-cfg/1=None --export-quant-cfg/1 --modelopt-enabled
+        --qad-train-target/1 --freeze-base-for-mtp
+    """,
+    "not supported: use --sft, which trains on conversations": """
+        --finetune-hf-dataset/1 --finetune-data-split/1 --finetune-data-files/*
     """,
     "faults are not injected: leave it out": """
         --fault-injector-ranks/1 --fault-injector-num-ranks/1 --fault-injector-fault-types/1

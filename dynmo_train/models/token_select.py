@@ -40,6 +40,15 @@ class TokenSelection:
         return x_BTD.scatter(1, self.index_BC[..., None].expand_as(updated_BCD), updated_BCD)
 
 
+def _first(index_BT: torch.Tensor, count: int) -> torch.Tensor:
+    """A copy of the first ``count`` entries of each sample.
+
+    torch.compile guards on the strides of a view, which depend on how many tokens are selected. Of one sample a view is
+    contiguous, with the stride of the longer row, and ``contiguous`` returns it.
+    """
+    return index_BT[:, :count].clone(memory_format=torch.contiguous_format)
+
+
 def select_tokens(keep_BT: torch.Tensor) -> TokenSelection:
     """Select the tokens where ``keep_BT``, bool ``[B, T]``, is true; C is their largest number in a sample, at least 1.
 
@@ -50,8 +59,7 @@ def select_tokens(keep_BT: torch.Tensor) -> TokenSelection:
     # Stable: selected tokens first, both groups in their order.
     index_BT = torch.argsort(keep_BT.logical_not().to(torch.uint8), dim=1, stable=True)
     places_C = torch.arange(entries, device=keep_BT.device)
-    # A copy: torch.compile would guard on the strides of a view, which depend on how many tokens are selected.
-    return TokenSelection(index_BC=index_BT[:, :entries].contiguous(), real_BC=places_C < counts_B[:, None])
+    return TokenSelection(index_BC=_first(index_BT, entries), real_BC=places_C < counts_B[:, None])
 
 
 def select_all(samples: int, tokens: int, device: torch.device) -> TokenSelection:
@@ -79,7 +87,7 @@ def select_top(scores_BT: torch.Tensor, count: int, entries: int | None = None) 
         entries: number of entries C, at least ``count``; the last ones are padding. None means ``count``.
     """
     order_BT = torch.argsort(scores_BT, dim=1, descending=True, stable=True)
-    index_BC = order_BT[:, :count].sort(dim=1).values
+    index_BC = _first(order_BT, count).sort(dim=1).values
     real_BC = torch.ones_like(index_BC, dtype=torch.bool)
     if entries is not None and entries > count:
         # Padding comes last, so that no selected token sees it through a causal mask.

@@ -43,6 +43,11 @@ LARGE = PLAIN | {
 }
 LARGE |= {"micro_batch_size": 1, "global_batch_size": 2}
 LLAMA = {"family": "llama", "num_query_groups": 2, "hidden_dropout": 0.0}
+DROPOUT = {"attention_dropout": 0.1}
+# Attention that no kernel of torch computes, in two chunks of queries; and that of DeepSeek.
+EAGER = SMALL | LLAMA | {"seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 4}
+LATENT = EAGER | {"num_query_groups": 6, "multi_latent_attention": True, "q_lora_rank": 96, "kv_lora_rank": 64}
+LATENT |= {"qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 64}
 # Options of the run, and how many processes.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "10M": (SMALL, 1),
@@ -83,6 +88,21 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         SMALL | {"family": "t5", "decoder_seq_length": 128, "pipeline_model_parallel_size": 2, "global_batch_size": 16},
         2,
     ),
+    "sinks": (EAGER | {"attention_sinks": True}, 1),
+    "sinks, dropout": (EAGER | DROPOUT | {"attention_sinks": True}, 1),
+    "sinks, window": (EAGER | {"attention_sinks": True, "attention_window": 128}, 1),
+    "sinks, window, dropout": (EAGER | DROPOUT | {"attention_sinks": True, "attention_window": 128}, 1),
+    "soft cap, dropout": (EAGER | DROPOUT | {"attn_logit_softcapping": 50.0}, 1),
+    "sinks, dropout, bf16": (EAGER | DROPOUT | {"attention_sinks": True, "bf16": True}, 1),
+    "sinks, dropout, full recomputation": (
+        EAGER | DROPOUT | {"attention_sinks": True, "recompute_granularity": "full"},
+        1,
+    ),
+    "window": (EAGER | {"attention_window": 128}, 1),
+    "window, dropout": (EAGER | DROPOUT | {"attention_window": 128}, 1),
+    "latent": (LATENT, 1),
+    "latent, dropout": (LATENT | DROPOUT, 1),
+    "latent, two stages": (LATENT | {"pipeline_model_parallel_size": 2, "global_batch_size": 16}, 2),
     "30M": (MIDDLE, 1),
     "30M, 1024 tokens": (LONG, 1),
     "30M, two stages": (MIDDLE | {"pipeline_model_parallel_size": 2, "global_batch_size": 16}, 2),

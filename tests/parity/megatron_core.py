@@ -206,7 +206,7 @@ def names_of(kind: str, ours: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     ends = dict(ENDS)
     tower = "encoder" if kind.startswith("bert") else "decoder"
     ends["head.norm"] = f"{tower}.final_layernorm"
-    ends["head"] = "lm_head.output_layer" if kind == "t5" else "output_layer"
+    ends["head"] = "lm_head.output_layer" if kind.startswith("t5") else "output_layer"
     found: dict[str, torch.Tensor] = {}
     for name, value in ours.items():
         module, _, part = name.rpartition(".")

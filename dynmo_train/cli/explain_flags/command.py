@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..._common.console import Format, emit, emit_json, emit_table
+from ..._common.console import Format, emit, emit_json, emit_table, print_message
 from ..._common.document import parse_toml
 from ..._common.errors import UsageError
 from ...config.compat_flag import CompatFlag, ignored, refused
@@ -20,7 +21,16 @@ from .command_help import equivalent_script, explain_other_package
 from .published_scripts import TABLE
 from .python_commands import command_of_config
 from .python_config import read_python_config
-from .script_commands import FlagMeaning, ScriptCommand, explain, read_script, read_torchtitan
+from .script_commands import (
+    FlagMeaning,
+    ScriptCommand,
+    command_of_words,
+    explain,
+    read_script,
+    read_torchtitan,
+    unresolved_names,
+    with_flags_of,
+)
 
 # Flags of evaluation programs that the name of the command, or --load, replaces.
 _TASK_SCRIPT_FLAGS = {
@@ -93,9 +103,26 @@ def _python_commands(root: Any, script: Path, text: str, function: str | None, m
     return [command_of_config(config, lambda flag: flag in declared or flag in FLAGS, FLAGS)]
 
 
+def _started(script: Path) -> list[ScriptCommand]:
+    """The commands that the script starts in this environment; none, and a message, if it cannot be interpreted."""
+    from ..run_script.command import interpret_file
+    from ..run_script.session import StartStep
+
+    try:
+        steps = interpret_file(script, [], {}, os.environ).steps
+    except UsageError as error:
+        print_message(f"dynmo-train run refuses the script, whose flags are read by line: {error}")
+        return []
+    words = [step.origin for step in steps if isinstance(step, StartStep)]
+    return [command for origin in words if (command := command_of_words(origin))]
+
+
 def _commands(script: Path, text: str) -> list[ScriptCommand]:
     if script.suffix != ".toml":
-        return read_script(text)
+        commands = with_flags_of(read_script(text), _started(script))
+        for name in dict.fromkeys(name for command in commands for name in unresolved_names(command)):
+            print_message(f"{script}: {name} has no value here; flags in it are not explained")
+        return commands
     try:
         return [read_torchtitan(parse_toml(text))]
     except ValueError as error:

@@ -156,6 +156,48 @@ def read_script(text: str) -> list[ScriptCommand]:
     return found
 
 
+def with_flags_of(read: Sequence[ScriptCommand], started: Sequence[ScriptCommand]) -> list[ScriptCommand]:
+    """Commands with the flags of both ways to read a script.
+
+    A branch that the script does not take has flags that are read only, and ``source`` and ``eval`` have flags that are
+    started only.
+
+    Args:
+        read: commands of :func:`read_script`.
+        started: commands that the script starts in this environment, in order.
+    """
+    remaining = list(started)
+    found: list[ScriptCommand] = []
+    for command in read:
+        other = next((one for one in remaining if one.program == command.program), None)
+        if other is None:
+            found.append(command)
+            continue
+        remaining.remove(other)
+        known = {flag for flag, _ in flags_with_values(other.arguments)}
+        more = [
+            word
+            for flag, values in flags_with_values(command.arguments)
+            if flag not in known
+            for word in (flag, *values)
+        ]
+        found.append(ScriptCommand(other.before or command.before, other.program, (*other.arguments, *more)))
+    return [*found, *remaining]
+
+
+def command_of_words(words: Sequence[str]) -> ScriptCommand | None:
+    """The command of expanded words, such as ``torchrun --nnodes 2 pretrain_gpt.py --lr 1``; None without a program."""
+    at = next((n for n, word in enumerate(words) if find(word)), None)
+    return None if at is None else ScriptCommand(tuple(words[:at]), words[at], tuple(words[at + 1 :]))
+
+
+def unresolved_names(command: ScriptCommand) -> list[str]:
+    """Variables that stand in place of flags, and whose value is not known."""
+    names = (re.fullmatch(r"\$\{?(\w+)(?:\[[@*]\])?\}?", word) for word in command.arguments)
+    flags = {value for _, values in flags_with_values(command.arguments) for value in values[:1]}
+    return [match[1] for match in names if match and match[0] not in flags]
+
+
 def read_torchtitan(document: Mapping[str, Any]) -> ScriptCommand:
     """The keys of a TOML file of torchtitan as flags of its command line; a key that is false or empty is left out."""
     arguments: list[str] = []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -61,7 +63,7 @@ def _submitted(step: Step, directives: dict[str, str]) -> Step:
     words = list(step.words)
     end = words.index("--") if "--" in words else 3
     words[end:end] = submission_options(directives, words[:end])
-    return StartStep(tuple(words), step.environment, step.folder, step.place)
+    return replace(step, words=tuple(words))
 
 
 def _settings(texts: Iterable[str]) -> dict[str, str]:
@@ -77,6 +79,47 @@ def _settings(texts: Iterable[str]) -> dict[str, str]:
             raise UsageError(f"--set {text!r}: must be NAME=VALUE")
         found[name] = value
     return found
+
+
+def with_overrides(steps: Sequence[Step], texts: Sequence[str]) -> list[Step]:
+    """The steps, with options after those of each command of ``dynmo-train``, which therefore replace them.
+
+    Args:
+        steps: steps of a script.
+        texts: options as a shell reads them, such as ``--num-layers 2 --train-iters 5``.
+
+    Raises:
+        UsageError: a text is not a list of options, or the script starts no command or several kinds of them.
+    """
+    words: list[str] = []
+    for text in texts:
+        try:
+            parts = shlex.split(text)
+        except ValueError as error:
+            raise UsageError(f"--override {text!r}: {str(error).lower()}; close the quotes") from error
+        if not parts or not re.match(r"--?[A-Za-z]", parts[0]) or "--" in parts:
+            raise UsageError(f"--override {text!r}: must be options, such as '--num-layers 2 --train-iters 5'")
+        words += parts
+    if not words:
+        return list(steps)
+    kinds = {kind for step in steps if (kind := _kind(step))}
+    if len(kinds) != 1:
+        found = f"starts {' and '.join(sorted(kinds))}" if kinds else "starts no command of dynmo-train"
+        raise UsageError(
+            f"--override: the script {found}; must be one kind of command; write the options in the script"
+        )
+    return [
+        replace(step, words=(*step.words, *words)) if isinstance(step, StartStep) and _kind(step) else step
+        for step in steps
+    ]
+
+
+def _kind(step: Step) -> str:
+    """``pretrain``, ``evaluate`` or another command of ``dynmo-train``, behind a launcher or without; else empty."""
+    if not isinstance(step, StartStep) or step.words[0] != "dynmo-train":
+        return ""
+    own = step.words[step.words.index("--") + 1 :] if "--" in step.words else step.words[1:]
+    return own[0] if own else ""
 
 
 def command_line(step: StartStep) -> str:
@@ -146,6 +189,12 @@ def run_script(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Variable that the script cannot change; repeatable."),
     ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--override", metavar="OPTIONS", help="Options that replace those of dynmo-train commands; quoted."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; do not execute them.")] = False,
 ) -> None:
     """Execute the commands of a published training script; the script is parsed, and no shell runs it.
@@ -163,6 +212,7 @@ def run_script(
         raise UsageError(
             f"{script}: starts no known program; dynmo-train explain-flags --table lists those that are known"
         )
+    result.steps = with_overrides(result.steps, overrides or [])
     if dry_run:
         for step in result.steps:
             if isinstance(step, StartStep):

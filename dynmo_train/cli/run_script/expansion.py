@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from .arithmetic import evaluate
@@ -32,6 +32,7 @@ class Variables:
         status: exit status of the last command, ``$?``.
         is_unset_refused: whether an unset variable is an error (``set -u``).
         missing: names that were expanded without a value, for a note.
+        settings: values of ``--set``; those of placeholders such as ``<model>`` among them.
     """
 
     values: dict[str, Value]
@@ -40,6 +41,7 @@ class Variables:
     status: int = 0
     is_unset_refused: bool = False
     missing: dict[str, int] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str) -> Value | None:
         """The value of a parameter; None if it is unset."""
@@ -129,6 +131,16 @@ class Expander:
         """Expanded parts of a word, each with whether it is quoted; arrays are joined by blanks."""
         return [(" ".join(texts), is_quoted) for texts, is_quoted, _ in self.parts(word, place)]
 
+    def placeholder(self, part: Placeholder) -> str:
+        """The value that ``--set`` gives a placeholder of one word; all others are refused."""
+        name = part.text.strip("<>")
+        if name not in self.variables.settings:
+            own = f", or --set {name}=VALUE for itself" if name.isidentifier() and name.isascii() else ""
+            part.place.refuse(
+                f"{part.text} stands for a value; write the value, or give --set NAME=VALUE for its variable{own}"
+            )
+        return self.variables.settings[name]
+
     # Several strings
 
     def fields(self, words: Sequence[Word], place: Place) -> list[str]:
@@ -164,9 +176,7 @@ class Expander:
             if isinstance(part, Text):
                 yield [part.text], part.is_quoted, False
             elif isinstance(part, Placeholder):
-                part.place.refuse(
-                    f"{part.text} stands for a value; write the value, or give --set NAME=VALUE for its variable"
-                )
+                yield [self.placeholder(part)], False, False
             elif isinstance(part, Arithmetic):
                 text = "".join(piece for piece, _ in self.pieces(part.expression, part.place))
                 yield [str(self.integer(text, part.place))], part.is_quoted, True

@@ -85,7 +85,7 @@ class Interpreter(BuiltIns):
         self.settings = dict(settings or {})
         self.environment = dict(environment)
         values: dict[str, Value] = {**environment, "BASH_SOURCE": [name], **self.settings}
-        self.variables = Variables(values, list(arguments), name)
+        self.variables = Variables(values, list(arguments), name, settings=self.settings)
         self.exported = {*environment, *self.settings}
         self.functions: dict[str, Command] = {}
         self.folder = folder
@@ -107,7 +107,7 @@ class Interpreter(BuiltIns):
         self.expander = Expander(
             self.variables, self.substitute, lambda size, place: self.budget.spend("characters", size, place)
         )
-        self.texts = TextCommands(lambda: self.folder, self.written)
+        self.texts = TextCommands(lambda: self.folder, self.written, lambda name: str(self.variables.get(name) or ""))
 
     def interpret(self, text: str) -> ScriptResult:
         """Interpret a script.
@@ -440,8 +440,8 @@ class Interpreter(BuiltIns):
             self.call_function(name, arguments, place)
         elif built_in is not None:
             built_in(name, arguments, stdin, place)
-        elif name in self.texts.commands:
-            self.write(self.texts.commands[name](arguments, stdin, place), redirections, place)
+        elif (text := self.texts.find(name, arguments)) is not None:
+            self.write(text(arguments, stdin, place), redirections, place)
         elif name in IGNORED:
             if IGNORED[name]:
                 self.note(place, f"{name} is ignored: {IGNORED[name]}")
@@ -536,7 +536,7 @@ class Interpreter(BuiltIns):
         environment, unsafe = passed_variables(variables, self.environment)
         for name in unsafe:
             self.note(place, f"{name} is not passed on: it changes which code is executed; set it before")
-        self.result.steps.append(StartStep(tuple(translated.words), environment, self.folder, place))
+        self.result.steps.append(StartStep(tuple(translated.words), environment, self.folder, place, tuple(words)))
         self.started = words, prefix, stdin
 
     def launch_variables(self, prefix: Mapping[str, Value]) -> dict[str, str]:
@@ -556,7 +556,7 @@ class Interpreter(BuiltIns):
         inner = copy.copy(self)
         values = {name: value for name, value in self.variables.values.items() if name in self.exported}
         values |= {**prefix, **script.environment}
-        inner.variables = Variables(values, list(script.arguments), script.path)
+        inner.variables = Variables(values, list(script.arguments), script.path, settings=self.settings)
         inner.exported, inner.functions = self.exported | values.keys(), {}
         inner.stops_on_error, inner.launch = False, script.launch
         inner.root = (*self.root, self.folder / Path(script.path).parent) if script.text is None else self.root

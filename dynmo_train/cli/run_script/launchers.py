@@ -331,6 +331,8 @@ def _options(words: list[str], options: _Options, launch: Launch, launcher: str)
         name, has_value, value = _option_name(word)
         if name not in options and not word.startswith("--") and name[:1] in options and name[1:].isdigit():
             name, has_value, value = name[0], True, name[1:]
+        if name not in options and not word.startswith("--") and all(options.get(one) == _NONE for one in name):
+            continue  # several options of a letter without values, such as -lu
         if name not in options:
             raise _Refused(f"the option {word[:80]} of {launcher} is not known; remove it, or use dynmo-train launch")
         target, count = options[name]
@@ -438,6 +440,8 @@ def _program(
     equivalent = row.equivalent if row else ""
     if path.endswith((".sh", ".sbatch", ".sub")):
         return NestedScript(path, arguments, None, environment, [], launch)
+    if not equivalent and re.fullmatch(r"pretrain_\w+\.py", name):
+        return f"{name} is not a program of Megatron-LM; if its options are those of a decoder, write pretrain_gpt.py"
     if not equivalent or equivalent.startswith("bin/") or "/" in equivalent:
         known = "dynmo-train explain-flags --table lists the programs that are known; remove the line, or run it before"
         return f"{name} is not known; {known}"

@@ -42,12 +42,16 @@ PIPE_SINKS = frozenset({"tee", "cat", "grep", "egrep", "sed", "awk", "head", "ta
 
 @dataclass(frozen=True)
 class StartStep:
-    """A command of this project: its words, the variables that the script exports, and its folder."""
+    """A command of this project: its words, the variables that the script exports, and its folder.
+
+    ``origin`` is the command line in the script, expanded.
+    """
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
     folder: Path
     place: Place
+    origin: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

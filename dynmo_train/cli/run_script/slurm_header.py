@@ -28,6 +28,8 @@ _VARIABLES = {
     "SLURM_JOB_PARTITION": "partition",
     "SLURM_JOB_ACCOUNT": "account",
 }
+# What the launcher sets itself: the processes of a node, and how a job ends and is requeued.
+_OF_THE_LAUNCHER = ("ntasks", "ntasks-per-node", "gpus-per-node", "signal", "requeue", "open-mode")
 _LAUNCH_OPTIONS = ("nodes", "job-name", "time", "partition", "account", "qos", "cpus-per-task", "output")
 
 
@@ -68,6 +70,8 @@ def submission_options(directives: dict[str, str], words: list[str]) -> list[str
             found += [f"--{name}", directives[name]]
     if directives.get("gpus-per-node") and "--gpus" not in words:
         found += ["--gpus", directives["gpus-per-node"]]
-    if "exclusive" in directives:
-        found += ["--sbatch", "--exclusive"]
+    for name, value in directives.items():
+        is_gpu = name == "gres" and value.startswith("gpu")
+        if name not in (*_LAUNCH_OPTIONS, *_OF_THE_LAUNCHER) and not is_gpu:
+            found += ["--sbatch", f"--{name}={value}" if value else f"--{name}"]
     return found

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..._common.document import DocumentError
@@ -22,16 +23,52 @@ MAX_FILE_BYTES = 1 << 20
 MAX_SEQUENCE = 10_000
 
 
+def _in_lines(texts: Iterable[str], separator: str | None) -> str:
+    """Texts with a line break after each, or with a separator between them and a line break at the end."""
+    return "".join(f"{text}\n" for text in texts) if separator is None else f"{separator.join(texts)}\n"
+
+
+def expand_hosts(text: str) -> list[str] | None:
+    """The names of a list of hosts of Slurm, such as ``n[01-03,7],login``.
+
+    Args:
+        text: the list.
+
+    Returns:
+        The names in order; None for another text, or more than ``MAX_SEQUENCE`` names.
+    """
+    found: list[str] = []
+    if not re.fullmatch(r"(?:[\w.-]*(?:\[[\d,-]+\])?[\w.-]*(?:,|$))*", text):
+        return None
+    for part in re.findall(r"[^,\[]*(?:\[[^\]]*\])?[^,\[]*", text):
+        match = re.fullmatch(r"([^\[]*)(?:\[([^\]]*)\])?([^\[]*)", part)
+        if match is None or match[2] is None:
+            found += [part] if part else []
+            continue
+        for span in match[2].split(","):
+            first, _, last = span.partition("-")
+            if not first.isdigit() or (last and not last.isdigit()):
+                return None
+            numbers = range(int(first), int(last or first) + 1)
+            if len(numbers) + len(found) > MAX_SEQUENCE:
+                return None
+            found += [f"{match[1]}{number:0{len(first)}d}{match[3]}" for number in numbers]
+    return found
+
+
 class TextCommands:
     """The text commands of a script.
 
     Args:
         folder: returns the working folder.
         written: path to text of files that the script writes before this command.
+        variable: returns the value of a variable, empty without one.
     """
 
-    def __init__(self, folder: Callable[[], Path], written: Mapping[Path, str]) -> None:
-        self.folder, self.written = folder, written
+    def __init__(
+        self, folder: Callable[[], Path], written: Mapping[Path, str], variable: Callable[[str], str] = lambda _: ""
+    ) -> None:
+        self.folder, self.written, self.variable = folder, written, variable
         self.commands: dict[str, Callable[[Sequence[str], str, Place], str]] = {
             "echo": self.echo,
             "printf": self.printf,
@@ -47,6 +84,7 @@ class TextCommands:
             "whoami": lambda *_: f"{getpass.getuser()}\n",
             "date": self.date,
             "seq": self.sequence,
+            "scontrol": self.hosts,
             "cat": self.cat,
             "sed": self.sed,
             "head": self.head,
@@ -57,6 +95,13 @@ class TextCommands:
             "awk": self.field,
             "nvidia-smi": self.gpus,
         }
+
+    def find(self, name: str, words: Sequence[str]) -> Callable[[Sequence[str], str, Place], str] | None:
+        """The text command of a name with these words; None for a program."""
+        # shuf of a file is dynmo-prep shuffle.
+        if name == "shuf" and any(word.startswith("-i") for word in words):
+            return self.shuffle
+        return self.commands.get(name)
 
     @staticmethod
     def echo(words: Sequence[str], _stdin: str, _place: Place) -> str:
@@ -134,7 +179,11 @@ class TextCommands:
 
     @staticmethod
     def sequence(words: Sequence[str], _stdin: str, place: Place) -> str:
-        """``seq [FIRST [STEP]] LAST``."""
+        """``seq [-s SEPARATOR] [FIRST [STEP]] LAST``."""
+        words, separator = list(words), None
+        if words and words[0].startswith("-s"):
+            separator = words[0][2:] or "".join(words[1:2])
+            words = words[1 if words[0][2:] else 2 :]
         if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", word) for word in words):
             place.refuse("seq needs whole numbers: FIRST STEP LAST; give them")
         numbers = [int(word) for word in words]
@@ -142,7 +191,30 @@ class TextCommands:
         step = numbers[1] if len(numbers) == 3 else 1
         if step == 0 or abs(last - first) // abs(step) >= MAX_SEQUENCE:
             place.refuse(f"seq has no end or more than {MAX_SEQUENCE:,} numbers; use fewer")
-        return "".join(f"{number}\n" for number in range(first, last + (1 if step > 0 else -1), step))
+        return _in_lines(map(str, range(first, last + (1 if step > 0 else -1), step)), separator)
+
+    @staticmethod
+    def shuffle(words: Sequence[str], _stdin: str, place: Place) -> str:
+        """``shuf -n 1 -i FIRST-LAST``: a random number, as scripts select a port."""
+        match = re.fullmatch(r"-n ?1 -i ?(\d{1,9})-(\d{1,9})|-i ?(\d{1,9})-(\d{1,9}) -n ?1", " ".join(words))
+        first, last = (int(text) for text in match.groups() if text) if match else (1, 0)
+        if first > last:
+            place.refuse("shuf is interpreted as shuf -n 1 -i FIRST-LAST; give the value with --set NAME=VALUE")
+        return f"{random.randint(first, last)}\n"
+
+    def hosts(self, words: Sequence[str], _stdin: str, place: Place) -> str:
+        """``scontrol show hostnames [LIST]``: the names of a list such as ``n[01-03,7]``, one on a line.
+
+        Outside of a job its hosts are not known, and ``localhost`` stands for each: the launcher finds their addresses.
+        """
+        if list(words[:1]) != ["show"] or words[1:2] not in (["hostnames"], ["hostname"]) or len(words) > 3:
+            place.refuse("scontrol is interpreted as scontrol show hostnames LIST; remove the line")
+        text = words[2] if len(words) == 3 else self.variable("SLURM_JOB_NODELIST")
+        nodes = self.variable("SLURM_NNODES")
+        names = expand_hosts(text) if text else ["localhost"] * (int(nodes) if re.fullmatch(r"\d{1,4}", nodes) else 1)
+        if names is None:
+            place.refuse(f"{text[:80]!r} is not a list of hosts such as n[1-3]; give the value with --set NAME=VALUE")
+        return _in_lines(names, None)
 
     def read(self, path: str, place: Place) -> str:
         """The text of a file, or of one that the script writes."""

@@ -60,7 +60,7 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "reset_position_ids": ("gpt", "llama"),
     "reset_attention_mask": ("gpt", "llama"),
     "eod_mask_loss": ("gpt", "llama"),
-    "calculate_per_token_loss": ("gpt", "llama"),
+    "calculate_per_token_loss": ("gpt", "llama", "t5"),
     **{spec.name: DECODERS for spec in fields(LayerOptions)},
     "sft": ("gpt", "llama"),
     **{spec.name: ("ict",) for spec in fields(IctConfig)},

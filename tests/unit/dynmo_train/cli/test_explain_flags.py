@@ -120,6 +120,35 @@ def test_explain_flags_every_flag_has_a_kind(tmp_path):
     explain(tmp_path, DEEPSPEED)
 
 
+def test_flags_of_sourced_files_and_nested_commands_are_explained(tmp_path):
+    (tmp_path / "sizes.sh").write_text('ARGS="--num-layers 2 --no-such-flag"\n')
+    text = f"""source {tmp_path}/sizes.sh
+if [ -n "$NEVER" ]; then ARGS="$ARGS --wandb-project p"; fi
+CMD="torchrun --nproc_per_node 2 pretrain_gpt.py $ARGS --lr 1"
+srun -lu bash -c "numactl --membind=0 $CMD"
+"""
+    (found,) = json.loads(explain(tmp_path, text, "--format", "json", code=3))
+    assert found["command"] == "dynmo-train pretrain gpt"
+    kinds = {one["flag"]: one["kind"] for one in found["flags"]}
+    assert kinds == {"--num-layers": "same", "--no-such-flag": "unknown", "--lr": "same"}
+
+
+def test_flags_of_branches_that_are_not_taken_are_explained(tmp_path):
+    text = 'A="--lr 1"\nif [ -n "$NEVER" ]; then\nA="$A --wandb-project p"\nfi\npython pretrain_gpt.py $A --bf16\n'
+    (found,) = json.loads(explain(tmp_path, text, "--format", "json"))
+    assert [one["flag"] for one in found["flags"]] == ["--lr", "--bf16", "--wandb-project"]
+
+
+def test_script_that_run_refuses_is_explained_with_the_reason(tmp_path):
+    script = tmp_path / "script.sh"
+    script.write_text("rm -rf x\npython pretrain_gpt.py --lr 1 $MORE --data-path $DATA\n")
+    result = CliRunner().invoke(app, ["explain-flags", str(script)])
+    assert "--lr 1" in result.stdout
+    assert "line 1: 'rm -rf x' is not executed" in result.stderr
+    assert "MORE has no value here; flags in it are not explained" in result.stderr
+    assert "DATA has no value" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "equivalent"),
     [

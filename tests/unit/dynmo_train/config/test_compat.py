@@ -165,6 +165,12 @@ REFUSED = {
     "launcher": "--nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 6000",
     "shape": "--init-method-xavier-uniform --fp32-residual-connection",
     "offloading": "--checkpoint-in-cpu",
+    "ModelOpt": "--export-kd-teacher-load t --export-kd-cfg c --export-te-mcore-model --export-quant-cfg fp8"
+    " --finetune-data-files a b",
+    "Pai-Megatron-Patch": "--train-mode finetune --dataset JSON-SFT --extra-vocab-size 467"
+    " --patch-tokenizer-type DeepSeekV2Tokenizer",
+    "Swiss AI": "--xielu --goldfish-loss --goldfish-k 50 --goldfish-h 50 --trigger-path t",
+    "specification": "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
 }
 
 
@@ -178,6 +184,16 @@ def test_translate_unsupported_flags_are_refused_with_remedy(name):
         for problem in translation.problems
     )
     assert translation.arguments == ()
+
+
+def test_translate_flags_of_forks_that_change_nothing_are_accepted():
+    words = "--train-mode pretrain --dataset MMAP --max-padding-length 8 --spec local --qknorm-impl apex"
+    translation = translate(shlex.split(words), "gpt", declared("gpt"))
+    assert (translation.problems, translation.arguments) == ((), ())
+    assert len(translation.notes) == 5
+    words = "--qk-nope-head-dim 128 --qk-rope-head-dim 64 --use-multi-token-prediction --num-mtp-predictor 1"
+    translation = translate(shlex.split(words), "gpt", declared("gpt"))
+    assert " ".join(translation.arguments) == "--qk-head-dim 128 --qk-pos-emb-head-dim 64 --mtp-num-layers 1"
 
 
 def test_translate_refusals_are_all_reported():

@@ -57,6 +57,14 @@ def test_select_top_equal_scores_take_the_earlier_token():
     assert bool(chosen.real_BC.all())
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_positions_of_selected_tokens_have_strides_of_a_copy(samples):
+    """Of one sample a view is contiguous with any stride, on which a compiled graph would depend."""
+    scores = torch.rand(samples, 8)
+    assert select_top(scores, 3).index_BC.stride() == (3, 1)
+    assert select_tokens(scores >= scores.sort(dim=1).values[:, 4:5]).index_BC.stride() == (4, 1)
+
+
 def test_positions_of_selected_tokens_are_contiguous():
     """A compiled graph would depend on the strides of a view, and with them on how many tokens are selected."""
     selected = select_tokens(torch.tensor([[True, False, True, False], [False, True, False, False]]))

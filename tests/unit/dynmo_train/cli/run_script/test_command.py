@@ -196,6 +196,61 @@ def test_options_without_a_command_before_are_refused(script, text):
     assert "--save is not known" in str(result.exception)
 
 
+TWO = "torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 24 --lr 1\npython pretrain_bert.py --lr 2\n"
+
+
+def test_overrides_follow_the_options_of_each_command(script):
+    result = run(script(TWO), "--override", "--num-layers 2 --data-path 'a b'", "--override=--lr 3", "--dry-run", "--")
+    first, second = result.stdout.splitlines()
+    assert first == (
+        "dynmo-train launch local --nproc 2 -- pretrain gpt --num-layers 24 --lr 1"
+        " --num-layers 2 --data-path 'a b' --lr 3"
+    )
+    assert second.endswith("--lr 2 --num-layers 2 --data-path 'a b' --lr 3")
+
+
+def test_overrides_leave_other_programs_alone(script):
+    text = "python tools/preprocess_data.py --input a\npython pretrain_gpt.py --lr 1\n"
+    result = run(script(text), "--override", "--lr 2", "--dry-run", "--")
+    assert result.stdout == "dynmo-prep binarize --input a\ndynmo-train pretrain gpt --lr 1 --lr 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        ("python pretrain_gpt.py", "2 layers", "must be options"),
+        ("python pretrain_gpt.py", "", "must be options"),
+        ("python pretrain_gpt.py", "--lr 1 -- run x", "must be options"),
+        ("python pretrain_gpt.py", "--lr '1", "close the quotes"),
+        ("python tools/preprocess_data.py", "--lr 1", "starts no command of dynmo-train"),
+        ("python pretrain_gpt.py\npython tools/generate_samples_gpt.py", "--lr 1", "starts generate and pretrain"),
+    ],
+)
+def test_invalid_overrides_are_refused(script, text, override, message):
+    result = run(script(text), "--override", override, "--dry-run", "--")
+    assert message in str(result.exception)
+    assert result.stdout == ""
+
+
+def test_placeholder_of_a_word_has_a_setting(script):
+    path = script("python pretrain_<model>.py --lr <the rate>\n")
+    assert "--set model=VALUE for itself" in str(run(path, "--dry-run", "--").exception)
+    refused = str(run(path, "--set", "model=gpt", "--dry-run", "--").exception)
+    assert "<the rate> stands for a value" in refused
+    assert "for itself" not in refused
+    path = script("python pretrain_<model>.py --lr 1\n")
+    assert run(path, "--set", "model=gpt", "--dry-run", "--").stdout.endswith("pretrain gpt --lr 1\n")
+
+
+def test_other_slurm_directives_are_passed_to_sbatch(script):
+    text = "#!/bin/bash\n#SBATCH --nodes=2 --mem=460000 --environment=/e.toml\n#SBATCH --no-requeue --gres=gpu:4\n"
+    result = run(script(text + "srun torchrun --nproc_per_node 4 pretrain_gpt.py --lr 1\n"), "--dry-run", "--")
+    assert result.stdout == (
+        "dynmo-train launch slurm --nproc 4 --nodes 2 --gpus 4 --sbatch --mem=460000 --sbatch --environment=/e.toml"
+        " --sbatch --no-requeue -- pretrain gpt --lr 1\n"
+    )
+
+
 def test_entities_of_a_page_are_characters(script):
     text = 'A=&#60;wiki path&#62;.txt\nB="&lt;<a href="#x">x</a>&gt;"\npython pretrain_gpt.py --data-path $A\n'
     result = run(script(text), "--dry-run", "--")

@@ -64,6 +64,18 @@ COMMANDS = {
     "mpirun -np 2 -H h1:1,h2:1 singularity run --nv --bind a:b img.sif torchrun --nproc_per_node 8 pretrain_gpt.py --lr 1": (
         f"dynmo-train launch lsf --nodes 2 --nproc 8 --mount a:b --image img.sif -- {GPT}"
     ),
+    "srun -lu -N2 --wait 60 python pretrain_gpt.py --lr 1": f"dynmo-train launch slurm --nodes 2 --nproc 1 -- {GPT}",
+    "torchrun --master_addr $(scontrol show hostnames n[07-08,3],m | head -n 1) --nnodes 2 --node_rank 0 pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch node --nproc 1 --nnodes 2 --node-rank 0 --master-addr n07 -- {GPT}"
+    ),
+    "torchrun --max_restarts $(scontrol show hostnames n[07-08,3]-x,m | wc -l) --nproc_per_node 2 pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch local --nproc 2 --max-restarts 4 -- {GPT}"
+    ),
+    "SLURM_NNODES=3; H=$(scontrol show hostnames $SLURM_JOB_NODELIST); dynmo-prep $H": (
+        "dynmo-prep localhost localhost localhost"
+    ),
+    "python pretrain_gpt.py --lr $(shuf -n 1 -i 1-1)": f"dynmo-train {GPT}",
+    "python pretrain_gpt.py --lr $(seq -s, 1 3) $(seq -s ' ' 2)": "dynmo-train pretrain gpt --lr 1,2,3 1 2",
     "nohup nsys profile -o out --trace=cuda python pretrain_gpt.py --lr 1": f"dynmo-train {GPT}",
     "numactl --cpunodebind=0 torchrun --nproc_per_node=2 pretrain_gpt.py --lr 1": (
         f"dynmo-train launch local --nproc 2 -- {GPT}"
@@ -102,6 +114,13 @@ REFUSED = {
     "python -c 'import os'": "not executed",
     "python": "name a program",
     "python train.py": "train.py is not known",
+    "python pretrain_deepseek.py": "write pretrain_gpt.py",
+    "srun -lz python pretrain_gpt.py": "-lz of srun is not known",
+    "X=$(scontrol show job 3)": "scontrol show hostnames LIST",
+    "X=$(scontrol show hostnames 'n[1-x]')": "not a list of hosts",
+    "X=$(scontrol show hostnames n[0-99999999])": "not a list of hosts",
+    "X=$(shuf -n 2 -i 1-9)": "shuf -n 1 -i FIRST-LAST",
+    "X=$(shuf -n 1 -i 9-1)": "shuf -n 1 -i FIRST-LAST",
     "rm -rf /": "rm is not known",
     "dynmo-train run run.sh": "write: bash FILE",
     "dynmo-train launch local --nproc 2 -- run run.sh": "write: bash FILE",
