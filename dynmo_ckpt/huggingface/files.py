@@ -73,7 +73,8 @@ def json_object(path: Path) -> dict[str, Any]:
 def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tensor]:
     """The tensors of the weight files of a directory, lazily.
 
-    As in transformers, ``model.safetensors`` has precedence over ``pytorch_model.bin``. No pickle is executed.
+    As in transformers, ``model.safetensors`` has precedence over ``pytorch_model.bin``, and a single file over an index,
+    which may be of an earlier export. No pickle is executed.
 
     Args:
         directory: a Hugging Face directory.
@@ -86,10 +87,10 @@ def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tenso
     """
     safetensors = _quantized_safetensors if quantized else safetensors_tensors
     for name, read in (("model.safetensors", safetensors), ("pytorch_model.bin", torch_tensors)):
-        if (directory / f"{name}.index.json").exists():
-            return _indexed(directory / f"{name}.index.json", read)
         if (directory / name).exists():
             return read(directory / name)
+        if (directory / f"{name}.index.json").exists():
+            return _indexed(directory / f"{name}.index.json", read)
     others = sorted(path.name for path in directory.glob("*") if path.suffix in WEIGHT_SUFFIXES)
     raise CorruptError(
         f"{directory}: must have model.safetensors or pytorch_model.bin, or an index of such files"
@@ -135,7 +136,11 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
         raise CorruptError(f"{index_path}: names files outside its directory")
     tensors: dict[str, Tensor] = {}
     for name in names:
-        tensors |= read(index_path.parent / name)
+        found = read(index_path.parent / name)
+        twice = sorted(tensors.keys() & found.keys())
+        if twice:
+            raise CorruptError(f"{index_path}: several files have {short_names(twice)}; which one is meant is unknown")
+        tensors |= found
     if set(tensors) != set(weight_map):
         unlike = short_names(sorted(set(tensors) ^ set(weight_map)))
         raise CorruptError(f"{index_path}: the index and the files have different tensor names: {unlike}")

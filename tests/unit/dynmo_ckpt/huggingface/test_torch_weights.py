@@ -49,6 +49,23 @@ def test_read_tensors_prefers_safetensors(tmp_path):
     assert list(read_tensors(tmp_path)) == ["a"]
 
 
+def test_read_tensors_prefers_a_single_file_to_an_index(tmp_path):
+    """As transformers: the index and its files may be of an earlier export into the directory."""
+    save_index(tmp_path, [{"a": WEIGHTS["a"]}, {"c": WEIGHTS["b"]}])
+    torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")
+    assert sorted(read_tensors(tmp_path)) == ["a", "b"]
+    save_file({"a": torch.zeros(1)}, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    save_file({"s": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert list(read_tensors(tmp_path)) == ["s"]
+
+
+def test_read_tensors_tensor_in_two_files_is_refused(tmp_path):
+    save_index(tmp_path, [WEIGHTS, {"b": WEIGHTS["b"] + 1}])
+    with pytest.raises(CorruptError, match="several files have b"):
+        read_tensors(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("tree", "error", "message"),
     [
