@@ -94,9 +94,7 @@ def tokenizer_keys(folder: Path, vocab_size: int, config: Mapping[str, Any] | No
     return add, found.kind
 
 
-def _special_ids(
-    found: _Vocabulary, settings: Mapping[str, Any], config: Mapping[str, Any] | None
-) -> dict[str, int]:
+def _special_ids(found: _Vocabulary, settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, int]:
     """Ids of special tokens: those that the tokenizer names, else those of ``config.json``, else the token of an end.
 
     Without an id, llama.cpp takes a number of GPT-2's or Llama's vocabulary. Of several end tokens it stores one; a

@@ -75,8 +75,8 @@ def json_object(path: Path) -> dict[str, Any]:
 def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tensor]:
     """The tensors of the weight files of a directory, lazily.
 
-    As in transformers, ``model.safetensors`` has precedence over ``pytorch_model.bin``, and a single file over an index,
-    which may be of an earlier export. No pickle is executed.
+    As in transformers, ``model.safetensors`` has precedence over ``pytorch_model.bin``, and a single file over an
+    index, which may be of an earlier export. No pickle is executed.
 
     Args:
         directory: a Hugging Face directory.

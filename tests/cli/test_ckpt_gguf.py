@@ -304,7 +304,7 @@ def test_special_tokens_are_those_that_the_files_name(tmp_path, ckpt, settings, 
     path.write_text(json.dumps(plain | config))
     ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
     reader, _ = opened(tmp_path / "out" / "model.gguf")
-    expected = {**expected, **({"eos": count - 1} if "eos_token" in settings and settings["eos_token"] else {})}
+    expected = {**expected, **({"eos": count - 1} if settings.get("eos_token") else {})}
     names = {"bos": "bos", "eos": "eos", "eot": "eot", "padding": "pad", "unknown": "unk"}
     fields = {short: f"tokenizer.ggml.{name}_token_id" for name, short in names.items()}
     assert {short: key(reader, name) for short, name in fields.items() if name in reader.fields} == expected
@@ -412,7 +412,8 @@ def test_symbols_of_sentencepiece_are_whole_tokens(tmp_path, ckpt, source):
     save("llama", tmp_path / "in")
     model = sentencepiece_model(tmp_path / "in", user_defined_symbols=TURNS)
     ids = [model.piece_to_id(token) for token in TURNS]
-    added = [{"id": number, "content": token, "special": token != "<own>"} for number, token in zip(ids, TURNS)]
+    pairs = zip(ids, TURNS, strict=True)
+    added = [{"id": number, "content": token, "special": token != "<own>"} for number, token in pairs]
     added += [{"id": 0, "content": "<unk>", "special": True}, {"id": 400, "content": "<image>", "special": True}]
     if source == "tokenizer.json":
         document = {"model": {"vocab": {}}, "added_tokens": added}

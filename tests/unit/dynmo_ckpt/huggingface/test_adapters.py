@@ -206,7 +206,10 @@ def test_pickled_adapter_equals_the_safetensors_one(tmp_path):
         ("velora_config", {"n": 1}),
         ("megatron_config", {"n": 1}),
         ("target_parameters", ["mlp.experts.down_proj"]),
-        *(("init_lora_weights", name) for name in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "x")),
+        *(
+            ("init_lora_weights", name)
+            for name in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "x")
+        ),
         ("new_setting", None),
         ("rank_pattern", {"(a+)+x": 2}),
         ("rank_pattern", {"a" * 300: 2}),

@@ -104,7 +104,10 @@ PHI_4_MINI = {
     "architectures": ["Phi3ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
     "bos_token_id": 199999,
     "embd_pdrop": 0.0,
     "eos_token_id": 199999,
@@ -163,6 +166,7 @@ SMOL_LM_2 = {
     "use_cache": True,
     "vocab_size": 49152,
 }
+PUBLISHED = [QWEN_2, QWEN_3_MOE, GEMMA_2, PHI_4_MINI, SMOL_LM_2]
 
 
 @pytest.mark.parametrize(
