@@ -6,10 +6,12 @@ import os
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.huggingface.files import read_tensors
 from dynmo_ckpt.io.errors import CorruptError, UnsafePickleError, UnsupportedError
+from tests.unit.dynmo_ckpt.small_llama import small_llama
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -91,3 +93,13 @@ def test_read_tensors_without_weights_names_other_files(tmp_path):
     (tmp_path / "tf_model.h5").write_bytes(b"x")
     with pytest.raises(CorruptError, match=r"must have model.safetensors or pytorch_model.bin.*tf_model.h5"):
         read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
+def test_codes_without_a_scale_are_no_weights(tmp_path, dtype):
+    """A file of quantized weights whose configuration does not say so has a matrix of the right shape."""
+    directory, name = small_llama(tmp_path / "in"), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {name: (tensors[name] * 100).to(dtype)}, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.up\.weight: has the type .*, and no scale"):
+        open_checkpoint(directory)
