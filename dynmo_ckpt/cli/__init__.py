@@ -192,6 +192,7 @@ def diff(
     Padding rows of the vocabulary are not compared. Where only one side has pruning masks, they are applied first.
     """
     from ..io.errors import EXIT_DIFFERENCE
+    from ..operations.compare import SETTING
 
     roles = ("parameter", "buffer", "mask", *(("optimizer",) if with_optimizer else ()))
     found = _differences(left, right, roles, atol, ignore_config=ignore_config)
@@ -205,7 +206,10 @@ def diff(
     else:
         for each in found:
             emit(f"{each['name']}: {each['message']}")
-        emit(f"{len(found)} tensors differ" if found else "no tensor differs")
+        settings = sum(each["kind"] == SETTING for each in found)
+        emit(f"{len(found) - settings} tensors differ" if len(found) > settings else "no tensor differs")
+        if settings:
+            emit(f"{settings} settings of the model differ")
     if found:
         raise typer.Exit(EXIT_DIFFERENCE)
 
@@ -224,7 +228,7 @@ def _write_page(
     from .._common.report.page import encoded
     from ..converters.registry import open_checkpoint
     from ..io.errors import StorageError
-    from ..operations.compare import Difference
+    from ..operations.compare import SETTING, Difference
     from ..operations.statistics import as_json, diff_page, statistics
 
     read = ReadOptions(ignore_config=tuple(ignore_config or ()))
@@ -232,7 +236,8 @@ def _write_page(
     total = sum(content.num_bytes for content in sides[0].tensors.values())
     with progress("statistics", total / 1e6, "MB") as tick:
         listed = list(statistics(sides[0], sides[1], roles, tick))
-    page = diff_page((str(left), str(right)), listed, [Difference(**each) for each in found], atol)
+    tensors = [Difference(**each) for each in found if each["kind"] != SETTING]
+    page = diff_page((str(left), str(right)), listed, tensors, atol)
     try:
         write_whole(html, encoded(page))
     except OSError as error:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..formats.choices import ReadOptions, WriteOptions
     from ..megatron.read import MegatronCheckpoint
 
+FLOATS = ("F64", "F32", "F16", "BF16")
 RNG = {"scheme": "hash(seed,step,microbatch,item)", "seed": 0}
 
 
@@ -79,7 +80,7 @@ def from_tensors(
 
     Raises:
         CorruptError: impossible sizes.
-        UnsupportedError: a tensor that belongs to no item of the model.
+        UnsupportedError: a tensor that belongs to no item of the model, or is not of real numbers.
     """
     check_model(model, directory)
     # With the dot: `layers.1` must not own the tensors of `layers.10`.
@@ -118,7 +119,7 @@ def from_map(
 
     Raises:
         CorruptError: tied tensors differ.
-        UnsupportedError: tensors that the map does not have.
+        UnsupportedError: tensors that the map does not have, or that are not of real numbers.
     """
     layout = layout_of(load_map(map_name), model)
     dropped = [name for name in found if any(fnmatchcase(name, pattern) for pattern in drop)]
@@ -216,7 +217,15 @@ def new_manifest(
         ties: for each name that is not stored, the name that is.
         run_id: the name of the run.
         step: number of optimizer steps done.
+
+    Raises:
+        UnsupportedError: a parameter of another type than real numbers, such as codes of quantized weights.
     """
+    codes = [name for name, (dtype, _) in shapes.items() if dtype not in FLOATS]
+    if codes:
+        raise UnsupportedError(
+            f"{short_names(codes)}: has the type {shapes[codes[0]][0]}, and no scale; weights are {', '.join(FLOATS)}"
+        )
     return {
         **envelope(FORMAT, VERSION, f"dynmo-ckpt {__version__}"),
         "manifest_crc32": BLANK_SEAL,

@@ -12,6 +12,7 @@ from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, parse_any_json
 from .._common.errors import MissingExtraError
+from ..huggingface.files import END_TOKENS
 from ..io.errors import CorruptError, UnsupportedError
 from ..io.files import read_file
 
@@ -43,6 +44,7 @@ WITH_MERGES = {"llama-bpe": "dbrx"}
 # A vocabulary of tiktoken has a merge for each way to divide a token, so that merging ends in the word itself.
 EITHER_MERGES = ("gpt-4o",)
 ID_KEYS = ("bos", "eos", "pad", "unk")
+_NAMED = ("name", "template")
 NO_TOKENIZER = "; --tokenizer with an empty directory writes the model without one"
 
 AddKeys = Callable[[Any], None]
@@ -61,10 +63,11 @@ def tokenizer_keys(folder: Path, vocab_size: int, config: Mapping[str, Any] | No
         MissingExtraError: sentencepiece is needed and not installed.
         UnsupportedError: a tokenizer that llama.cpp does not have.
     """
+    settings = _object(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file():
-        found = _sentencepiece(folder)
+        found = _sentencepiece(folder, settings, vocab_size)
     elif (folder / "tokenizer.json").is_file():
-        found = _byte_level(folder / "tokenizer.json")
+        found = _byte_level(folder / "tokenizer.json", vocab_size)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         found = _gpt2_files(folder)
     else:
@@ -72,27 +75,71 @@ def tokenizer_keys(folder: Path, vocab_size: int, config: Mapping[str, Any] | No
     if len(found.tokens) > vocab_size:
         raise CorruptError(f"{folder}: the tokenizer has {len(found.tokens)} tokens; the model has {vocab_size} rows")
     found.fill(vocab_size)
-    settings = _object(folder / "tokenizer_config.json")
-    template = folder / "chat_template.jinja"
-    chat = read_file(template).decode(errors="replace") if template.is_file() else settings.get("chat_template")
-    add_bos = settings.get("add_bos_token", found.add_bos)
+    chat = _chat_templates(folder, settings)
+    ids = _special_ids(found, settings, config)
 
     def add(writer: Any) -> None:
         found.add(writer)
-        for name in ID_KEYS:
-            value = (config or {}).get(f"{name}_token_id")
-            # Of several end tokens, llama.cpp stores one.
-            value = value[0] if isinstance(value, list) and value else value
-            if type(value) is int and 0 <= value < vocab_size:
-                getattr(writer, f"add_{name}_token_id")(value)
+        for name, number in ids.items():
+            getattr(writer, f"add_{name}_token_id")(number)
+        add_bos = settings.get("add_bos_token")
+        add_bos = found.add_bos if add_bos is None else add_bos
         if isinstance(add_bos, bool):
             writer.add_add_bos_token(add_bos)
         if isinstance(settings.get("add_eos_token"), bool):
             writer.add_add_eos_token(settings["add_eos_token"])
-        if isinstance(chat, str):
+        if chat:
             writer.add_chat_template(chat)
 
     return add, found.kind
+
+
+def _special_ids(found: _Vocabulary, settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, int]:
+    """Ids of special tokens: those that the tokenizer names, else those of ``config.json``, else the token of an end.
+
+    Without an id, llama.cpp takes a number of GPT-2's or Llama's vocabulary. Of several end tokens it stores one; a
+    second one is the end of a turn, at which it stops as well.
+    """
+    ids: dict[str, int] = {}
+    ends: list[int] = []
+    for name in ID_KEYS:
+        token = settings.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        stated = (config or {}).get(f"{name}_token_id")
+        listed = stated if isinstance(stated, list) else [stated]
+        numbers = [each for each in listed if type(each) is int and 0 <= each < len(found.tokens)]
+        if isinstance(token, str) and token in found.tokens:
+            numbers.insert(0, found.tokens.index(token))
+        if numbers:
+            ids[name] = numbers[0]
+        if name == "eos":
+            ends = numbers
+    end = next((token for token in END_TOKENS if token in found.tokens), None)
+    if "eos" not in ids and end is not None:
+        ids["eos"] = found.tokens.index(end)
+        # As in the tokenizer's configuration of an export to Hugging Face.
+        ids.setdefault("bos", ids["eos"])
+    turn = next((number for number in ends if number != ids["eos"]), None)
+    return ids if turn is None else {**ids, "eot": turn}
+
+
+def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]]:
+    """The chat template, or several with their names; empty where there is none."""
+    single, legacy = folder / "chat_template.jinja", _object(folder / "chat_template.json")
+    further = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if single.is_file():
+        text = read_file(single).decode(errors="replace")
+        if not further:
+            return text
+        named = [{"name": path.stem, "template": read_file(path).decode(errors="replace")} for path in further]
+        return [{"name": "default", "template": text}, *named]
+    found = settings.get("chat_template") or legacy.get("chat_template")
+    if isinstance(found, list):
+        pairs = [each for each in found if isinstance(each, dict)]
+        if len(pairs) != len(found) or any(type(each.get(key)) is not str for each in pairs for key in _NAMED):
+            raise CorruptError(f"{folder}: chat_template must be a text, or objects with a name and a template")
+        return [{key: each[key] for key in _NAMED} for each in pairs]
+    return found if isinstance(found, str) else ""
 
 
 class _Vocabulary:
@@ -147,8 +194,8 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _byte_level(path: Path) -> _Vocabulary:
-    """A byte-level BPE of ``tokenizer.json``."""
+def _byte_level(path: Path, rows: int) -> _Vocabulary:
+    """A byte-level BPE of ``tokenizer.json``, without added tokens beyond the rows of the model."""
     document = _object(path)
     try:
         model = document["model"]
@@ -157,7 +204,9 @@ def _byte_level(path: Path) -> _Vocabulary:
             _place(path, found, number, token, NORMAL)
         found.merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
         for token in document.get("added_tokens") or []:
-            _place(path, found, token["id"], token["content"], CONTROL if token.get("special") else USER_DEFINED)
+            kind = CONTROL if token.get("special") else USER_DEFINED
+            if type(token["id"]) is not int or token["id"] < rows:
+                _place(path, found, token["id"], token["content"], kind)
         found.add_bos = _begins_with_special(document.get("post_processor"))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CorruptError(f"{path}: not a tokenizer file: {error}") from error
@@ -228,36 +277,98 @@ def _gpt2_files(folder: Path) -> _Vocabulary:
     return found
 
 
-def _sentencepiece(folder: Path) -> _Vocabulary:
-    """A ``tokenizer.model``, with the added tokens of ``tokenizer.json`` or ``added_tokens.json``."""
+def _sentencepiece(folder: Path, settings: Mapping[str, Any], rows: int) -> _Vocabulary:
+    """A ``tokenizer.model``, with the added tokens of the other files, without those beyond the rows of the model."""
     try:
         import sentencepiece
     except ImportError as error:
         raise MissingExtraError("sentencepiece", "gguf") from error
     path = folder / "tokenizer.model"
+    payload = read_file(path, MAX_TABLE_BYTES)
     try:
-        model = sentencepiece.SentencePieceProcessor(model_proto=read_file(path, MAX_TABLE_BYTES))
+        model = sentencepiece.SentencePieceProcessor(model_proto=payload)
         count = model.vocab_size()
-    except (RuntimeError, ValueError, OSError) as error:
+        symbols = _user_symbols(payload)
+    except (RuntimeError, ValueError, OSError, IndexError) as error:
         raise CorruptError(f"{path}: not a model of sentencepiece: {error}") from error
     found = _Vocabulary("llama")
     for number in range(count):
         kinds = ((model.is_unknown, UNKNOWN), (model.is_control, CONTROL), (model.is_unused, UNUSED))
         kind = next((kind for test, kind in (*kinds, (model.is_byte, BYTE)) if test(number)), NORMAL)
+        kind = USER_DEFINED if number in symbols else kind
         found.place(number, model.id_to_piece(number), kind, model.get_score(number))
     found.add_space = model.encode("a", out_type=str)[0].startswith("▁")
-    for number, token, special in _added_tokens(folder):
-        if type(number) is int and 0 <= number < count:
-            continue  # a token of the model itself
-        _place(path, found, number, token, CONTROL if special else USER_DEFINED, -1000.0)
+    for number, token, special in _added_tokens(folder, settings):
+        if type(number) is int and number >= max(rows, count):
+            continue  # of another modality, such as the images of Gemma 3
+        if type(number) is int and 0 <= number < count and found.types[number] in (UNKNOWN, BYTE):
+            continue
+        # llama.cpp finds these tokens in the text as it is, before spaces are replaced.
+        text = token.replace("▁", " ") if isinstance(token, str) and not special else token
+        _place(path, found, number, text, CONTROL if special else USER_DEFINED, -1000.0)
     return found
 
 
-def _added_tokens(folder: Path) -> list[tuple[Any, Any, bool]]:
-    document = _object(folder / "tokenizer.json")
+def _user_symbols(payload: bytes) -> set[int]:
+    """Numbers of the pieces that sentencepiece takes whole; its package has no function that finds them.
+
+    A model is a message of protobuf: field 1 is a piece, whose field 3 is its type, 4 for such symbols.
+    """
+    found, number = set(), 0
+    for field, piece in _fields(payload):
+        if field == 1 and isinstance(piece, bytes):
+            if any((key, value) == (3, USER_DEFINED) for key, value in _fields(piece)):
+                found.add(number)
+            number += 1
+    return found
+
+
+def _fields(message: bytes) -> list[tuple[int, bytes | int]]:
+    """The fields of a protobuf message: numbers, and bytes of the other types."""
+    found: list[tuple[int, bytes | int]] = []
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = _varint(message, at)
+            found.append((tag >> 3, value))
+            continue
+        if kind == 2:
+            width, at = _varint(message, at)
+        elif kind in (1, 5):
+            width = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"has a field of the unknown type {kind}")
+        found.append((tag >> 3, message[at : at + width]))
+        at += width
+    return found
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """An integer in groups of seven bits, from the lowest, and the position after it."""
+    value = shift = 0
+    while shift < 70:
+        byte = message[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+    raise ValueError("has an integer of more than ten bytes")
+
+
+def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[tuple[Any, Any, bool]]:
+    """Number, text and whether it is special, of the first file that has them."""
+    document, decoder = _object(folder / "tokenizer.json"), settings.get("added_tokens_decoder")
     if document:
         listed = document.get("added_tokens") or []
         if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
             raise CorruptError(f"{folder / 'tokenizer.json'}: added_tokens must be objects")
         return [(each.get("id"), each.get("content"), bool(each.get("special"))) for each in listed]
+    if decoder:
+        if not isinstance(decoder, dict) or not all(isinstance(each, dict) for each in decoder.values()):
+            raise CorruptError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must be objects")
+        numbers = [int(key) if key.isdecimal() else key for key in decoder]
+        rows = zip(numbers, decoder.values(), strict=True)
+        return [(number, each.get("content"), bool(each.get("special"))) for number, each in rows]
     return [(number, token, True) for token, number in _object(folder / "added_tokens.json").items()]

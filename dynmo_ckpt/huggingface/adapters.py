@@ -46,13 +46,16 @@ REFUSED = (
 IGNORED = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("target_modules", "exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern", "megatron_core"),
-    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
     *("runtime_config", "ensure_weight_tying", "fan_in_fan_out", "modules_to_save", "bias"),
 )
 APPLIED = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias"),
-    "trainable_token_indices",
+    *("trainable_token_indices", "init_lora_weights"),
 )
+# These begin with a product of 0 on the unchanged base. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take their first product
+# out of the base, and peft does so again when it loads the adapter: the adapter fits that changed base alone.
+INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 # Names of a module's tensors: (name after the module, suffix of the tensor that it changes).
 _PART = re.compile(
     r"(?P<module>.+?)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
@@ -110,6 +113,12 @@ def _check_config(path: Path, config: Mapping[str, Any], ignored: Sequence[str])
     for key in REFUSED:
         if config.get(key):
             raise UnsupportedError(f"{path}: {key} = {short_repr(config[key])}: is not merged; merge it with peft")
+    start = config.get("init_lora_weights")
+    if start not in INITIALIZATIONS:
+        raise UnsupportedError(
+            f"{path}: init_lora_weights = {short_repr(start)}: such an adapter belongs to a base that was changed when "
+            "the training began; save it with peft's path_initial_model_for_weight_conversion, or merge it with peft"
+        )
     known = {*REFUSED, *IGNORED, *APPLIED}
     unknown = [
         key for key in config if key not in known and not any(fnmatchcase(f"adapter_config.{key}", p) for p in ignored)
@@ -209,6 +218,13 @@ class _Merge:
             self._rows(module, rows)
         bias = parts.pop("lora_B.bias", None)
         magnitude = parts.pop("lora_magnitude_vector", None)
+        has_pair = any(part.startswith(("lora_A", "lora_embedding_A")) for part in parts)
+        if has_pair and (magnitude is not None) != bool(self.adapter.config.get("use_dora")):
+            raise CorruptError(
+                f"{self.adapter.directory}: {short_name(module)}: "
+                + ("has" if magnitude is not None else "lacks")
+                + f" lora_magnitude_vector; {CONFIG} has use_dora = {self.adapter.config.get('use_dora', False)}"
+            )
         if magnitude is not None and bias is not None:
             raise UnsupportedError(f"{self.adapter.directory}: {short_name(module)}: lora_bias with DoRA is not merged")
         if parts.keys() == {"lora_A.weight", "lora_B.weight"}:

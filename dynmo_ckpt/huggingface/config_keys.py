@@ -38,7 +38,7 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
 
     Args:
         config: the contents of a ``config.json``.
-        ignored: shell patterns of keys that are not checked.
+        ignored: shell patterns of keys that are not checked; mapped keys and their aliases are read nevertheless.
 
     Raises:
         CorruptError: a key and its alias have different values.
@@ -51,8 +51,11 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
             f"model_type {short_repr(config.get('model_type'))}: must be one of {', '.join(table['model_types'])}"
         )
     mapped: Mapping[str, Any] = kind["mapped"]
-    found = {key: value for key, value in config.items() if key in mapped or not matches(key, ignored)}
-    for alias, name in kind.get("aliases", {}).items():
+    aliases: Mapping[str, str] = kind.get("aliases", {})
+    found = {
+        key: value for key, value in config.items() if key in mapped or key in aliases or not matches(key, ignored)
+    }
+    for alias, name in aliases.items():
         if alias in found and found.setdefault(name, found[alias]) != found[alias]:
             raise CorruptError(
                 f"config.json: {alias} {short_repr(found[alias])} and {name} {short_repr(found[name])} are the same "
@@ -63,7 +66,7 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
     for key, values in needs.items():
         if found.get(key, values[0]) not in values:
             raise UnsupportedError(f"{key} = {short_name(found[key])}: DynMo implements {key} = {values[0]} only")
-    known = {*mapped, *needs, *kind.get("aliases", ()), *irrelevant_keys(table["every"]), *irrelevant_keys(kind)}
+    known = {*mapped, *needs, *aliases, *irrelevant_keys(table["every"]), *irrelevant_keys(kind)}
     unknown = sorted(set(found) - known)
     if unknown:
         raise UnsupportedError(

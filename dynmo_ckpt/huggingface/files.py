@@ -25,12 +25,14 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
     "tokenizer.model",
     "spiece.model",
 )
+FURTHER_TEMPLATES = "additional_chat_templates"
 # Only for the message about a directory with weights of another kind.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -73,7 +75,8 @@ def json_object(path: Path) -> dict[str, Any]:
 def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tensor]:
     """The tensors of the weight files of a directory, lazily.
 
-    As in transformers, ``model.safetensors`` has precedence over ``pytorch_model.bin``. No pickle is executed.
+    As in transformers, ``model.safetensors`` has precedence over ``pytorch_model.bin``, and a single file over an
+    index, which may be of an earlier export. No pickle is executed.
 
     Args:
         directory: a Hugging Face directory.
@@ -86,10 +89,10 @@ def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tenso
     """
     safetensors = _quantized_safetensors if quantized else safetensors_tensors
     for name, read in (("model.safetensors", safetensors), ("pytorch_model.bin", torch_tensors)):
-        if (directory / f"{name}.index.json").exists():
-            return _indexed(directory / f"{name}.index.json", read)
         if (directory / name).exists():
             return read(directory / name)
+        if (directory / f"{name}.index.json").exists():
+            return _indexed(directory / f"{name}.index.json", read)
     others = sorted(path.name for path in directory.glob("*") if path.suffix in WEIGHT_SUFFIXES)
     raise CorruptError(
         f"{directory}: must have model.safetensors or pytorch_model.bin, or an index of such files"
@@ -135,7 +138,11 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
         raise CorruptError(f"{index_path}: names files outside its directory")
     tensors: dict[str, Tensor] = {}
     for name in names:
-        tensors |= read(index_path.parent / name)
+        found = read(index_path.parent / name)
+        twice = sorted(tensors.keys() & found.keys())
+        if twice:
+            raise CorruptError(f"{index_path}: several files have {short_names(twice)}; which one is meant is unknown")
+        tensors |= found
     if set(tensors) != set(weight_map):
         unlike = short_names(sorted(set(tensors) ^ set(weight_map)))
         raise CorruptError(f"{index_path}: the index and the files have different tensor names: {unlike}")
@@ -188,8 +195,10 @@ def weight_index(files: Sequence[SafetensorsFile]) -> bytes | None:
 
 
 def tokenizer_names(directory: Path) -> list[str]:
-    """Names of the tokenizer files in ``directory``."""
-    return [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    """Names of the tokenizer files in ``directory``, with those of further chat templates."""
+    further = sorted(path.name for path in (directory / FURTHER_TEMPLATES).glob("*.jinja") if path.is_file())
+    names = [*TOKENIZER_FILES, *(f"{FURTHER_TEMPLATES}/{name}" for name in further)]
+    return [name for name in names if (directory / name).is_file()]
 
 
 def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[dict[str, bytes], int | None]:
@@ -207,12 +216,12 @@ def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[
     files = {name: read_file(directory / name, MAX_TABLE_BYTES) for name in tokenizer_names(directory)}
     if "tokenizer.json" not in files:
         return files, _end_token_of_vocabulary(directory / "vocab.json", files.get("vocab.json"))
-    ids = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])
-    # Such a token would be beyond the embedding, which has no padding rows here.
-    if max(ids.values(), default=-1) >= vocab_size:
+    ids, last = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])
+    # Such a token would be beyond the embedding, which has no padding rows here. Added tokens may be: that of images of
+    # the small Gemma 3 has no row, and no text has it.
+    if last >= vocab_size:
         raise UsageError(
-            f"{directory}: the tokenizer has the token id {max(ids.values())}; the vocabulary of the model ends at "
-            f"{vocab_size - 1}"
+            f"{directory}: the tokenizer has the token id {last}; the vocabulary of the model ends at {vocab_size - 1}"
         )
     end = next((token for token in END_TOKENS if token in ids), None)
     if "tokenizer_config.json" not in files:
@@ -222,13 +231,14 @@ def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[
     return files, None if end is None else ids[end]
 
 
-def _token_ids(path: Path, payload: bytes) -> dict[str, int]:
-    """Ids of all tokens of a ``tokenizer.json``, added tokens included."""
+def _token_ids(path: Path, payload: bytes) -> tuple[dict[str, int], int]:
+    """Ids of all tokens of a ``tokenizer.json``, added tokens included, and the largest one without these."""
     try:
         document = parse_any_json(payload, MAX_TABLE_BYTES)
         vocabulary = document["model"]["vocab"]
         named = dict(vocabulary) if isinstance(vocabulary, dict) else {row[0]: i for i, row in enumerate(vocabulary)}
-        return _checked_ids(named | {token["content"]: token["id"] for token in document.get("added_tokens", [])})
+        added = {token["content"]: token["id"] for token in document.get("added_tokens") or []}
+        return _checked_ids(named | added), max(_checked_ids(named).values(), default=-1)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise CorruptError(f"{path}: not a tokenizer file: {error}") from error
 

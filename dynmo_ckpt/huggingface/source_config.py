@@ -126,11 +126,15 @@ def _describes(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
         described = hf_model(config, 1, ignored=("*",))
     except DynmoError:
         return False
-    return _with_defaults(described) == _with_defaults(model)
+    return stated_fields(described) == stated_fields(model)
 
 
-def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model with the defaults of the format, without those that a configuration does not have."""
+def stated_fields(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model with the defaults of the format, without those that a configuration does not have.
+
+    Args:
+        model: the ``model`` of a manifest.
+    """
     heads = model["num_attention_heads"]
     defaults = {
         "num_key_value_heads": heads,

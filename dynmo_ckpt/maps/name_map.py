@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any
 
 from .._common.document import parse_json
-from ..io.errors import UnsupportedError, short_name, short_names
+from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..tensors.views import Tensor, concatenate
 from .axes import Axes, axis_sizes, expand, parse_axes, stored_shape
 from .decoder_fields import decoder_fields
@@ -419,11 +419,19 @@ def to_native(
         ties them.
 
     Raises:
+        CorruptError: a tensor is in the input with and without the prefix of the map.
         UnsupportedError: as :func:`to_foreign`.
     """
     name_map, links = layout.name_map, layout.links
     optional = {link.foreign for link in links} | {copy for copy, _ in name_map.copies} | layout.ignored
-    named = {name if name in optional else name_map.prefix + name: value for name, value in tensors.items()}
+    named: dict[str, Sequence[Tensor]] = {}
+    for name, ranks in tensors.items():
+        # Some files lack the prefix. A name that has no rule with it either stays as the user knows it.
+        prefixed = name_map.prefix + name
+        known = prefixed if name not in optional and prefixed in optional else name
+        if known in named:
+            raise CorruptError(f"the input has {short_name(name)} with and without {name_map.prefix}")
+        named[known] = ranks
     stored = [link for link in links if link.native not in ties]
     # Optional are tied tensors, copies, and buffers without weights; some files have them, others do not.
     expected = {link.foreign for link in stored}

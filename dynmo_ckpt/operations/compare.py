@@ -9,20 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from .._common.console import Tick
+from .._common.document import short_repr
+from ..huggingface.source_config import stated_fields
 from ..io.reading import Reader, open_sources
 from ..native.checkpoint import NativeCheckpoint, has_vocabulary_rows
 from ..tensors.copy_plan import OutputTensor, sources
 from ..tensors.equality import Numbers, aligned, as_numbers
 from ..tensors.tiled_copy import panels
 
+# Fields that change no logit of a trained model: losses, and the number of positions, which a shape states elsewhere.
+_TRAINING_FIELDS = ("max_position_embeddings", "moe_aux_loss_coeff", "moe_routing")
+SETTING = "setting"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor that differs.
+    """A tensor or a setting of the model that differs.
 
     Attributes:
-        name: of the tensor.
-        kind: ``only-left``, ``only-right``, ``shape``, ``dtype`` or ``values``.
+        name: of the tensor; of a setting, ``model.`` and its field.
+        kind: ``only-left``, ``only-right``, ``shape``, ``dtype``, ``values`` or ``setting``.
         message: one sentence.
         elements: number of elements that differ.
         max_abs: largest absolute difference of an element.
@@ -38,10 +44,11 @@ class Difference:
 def differences(
     left: NativeCheckpoint, right: NativeCheckpoint, roles: tuple[str, ...], atol: float, tick: Tick
 ) -> Iterator[Difference]:
-    """Yield every tensor that differs.
+    """Yield every setting of the model and every tensor that differs.
 
-    Padding rows of the vocabulary are not compared. Where only one side has masks, they are applied to its weights, so
-    that a pruned checkpoint equals its dense export.
+    Equal tensors compute something else with another rotary base, epsilon or number of experts per token. Padding rows
+    of the vocabulary are not compared. Where only one side has masks, they are applied to its weights, so that a pruned
+    checkpoint equals its dense export.
 
     Args:
         left: one checkpoint.
@@ -50,6 +57,7 @@ def differences(
         atol: largest absolute difference of an element that counts as equal; a NaN differs from any number.
         tick: advances a progress display, in MB.
     """
+    yield from _settings(left, right)
     names = [dict.fromkeys(side.names(*_compared_roles(left, right, roles))) for side in (left, right)]
     pairs = dict(comparable(left, right, roles))
     for name in names[0] | names[1]:
@@ -60,6 +68,14 @@ def differences(
         else:
             yield from _compare(name, *pairs[name], atol)
             tick(pairs[name][0].content.num_bytes / 1e6, name)
+
+
+def _settings(left: NativeCheckpoint, right: NativeCheckpoint) -> Iterator[Difference]:
+    one, other = (stated_fields(side.manifest["model"]) for side in (left, right))
+    for name in sorted(one.keys() | other.keys()):
+        if one.get(name) != other.get(name) and name not in _TRAINING_FIELDS:
+            pair = f"{short_repr(one.get(name))} on the left, {short_repr(other.get(name))} on the right"
+            yield Difference(name=f"model.{name}", kind=SETTING, message=pair)
 
 
 def comparable(

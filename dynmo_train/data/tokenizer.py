@@ -39,8 +39,14 @@ FOLDER_NAMES = {
 }
 
 SENTENCE_PIECE = ("SentencePieceTokenizer", "Llama2Tokenizer")
-# Files next to those of a tokenizer that describe how it is used: special tokens, and the chat template.
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+# Files next to those of a tokenizer that describe how it is used: special tokens, and the chat templates.
+SETTINGS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+FURTHER_TEMPLATES = "additional_chat_templates"
+# The same tokenizer for other programs, next to tokenizer.json: llama.cpp needs the model of SentencePiece.
+OTHER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +64,11 @@ class TokenizerFiles:
     @property
     def stored_files(self) -> dict[str, Path]:
         """What a checkpoint has of the tokenizer: its files, and the settings next to them, by their names there."""
-        folders = {path.parent for path in self.files.values()}
-        settings = {name: folder / name for folder in folders for name in SETTINGS if (folder / name).is_file()}
-        return {**settings, **self.files}
+        names = [*SETTINGS, *(OTHER_FORMS if self.kind == "HuggingFaceTokenizer" else ())]
+        folders = sorted({path.parent for path in self.files.values()})
+        settings = {name: folder / name for folder in folders for name in names if (folder / name).is_file()}
+        further = [path for folder in folders for path in sorted((folder / FURTHER_TEMPLATES).glob("*.jinja"))]
+        return {**settings, **{f"{FURTHER_TEMPLATES}/{path.name}": path for path in further}, **self.files}
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> TokenizerFiles | None:

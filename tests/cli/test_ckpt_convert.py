@@ -62,6 +62,7 @@ def test_convert_unfitting_config_is_refused(ckpt, native, tmp_path, change, cod
 def test_read_tensors_index_outside_directory_is_refused(ckpt, native, tmp_path):
     directory, _, _ = native
     ckpt("convert", directory, tmp_path / "hf", "--to", "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
     index = {"weight_map": {"x": "../native/model-p000-t00.safetensors"}}
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "outside" in ckpt("convert", tmp_path / "hf", tmp_path / "out", "--to", "native", code=4).stderr

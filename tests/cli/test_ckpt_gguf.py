@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt.converters.gguf_types import llama3_divisors
+from dynmo_ckpt.formats.checkpoint import seal
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -281,7 +282,94 @@ def test_tokenizer_that_llama_cpp_does_not_have_is_refused(tmp_path, ckpt, chang
     ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--tokenizer", tmp_path / "empty")
 
 
-def sentencepiece_model(directory):
+SPECIAL = {"bos_token": "<|end|>", "eos_token": {"content": "<tool>"}, "pad_token": "missing"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "expected"),
+    [
+        ({}, {"bos_token_id": 7, "eos_token_id": 8}, {"bos": 7, "eos": 8}),
+        ({}, {"eos_token_id": [8, 5, 6]}, {"eos": 8, "eot": 5}),
+        # As in gguf's own reader of these files, the tokenizer comes first.
+        (SPECIAL, {"bos_token_id": 7, "eos_token_id": [8, 9], "pad_token_id": 3}, {"bos": 0, "pad": 3, "eot": 8}),
+        ({"eos_token": None}, {"eos_token_id": 999}, {}),
+    ],
+)
+def test_special_tokens_are_those_that_the_files_name(tmp_path, ckpt, settings, config, expected):
+    save("qwen2", tmp_path / "in")
+    count = byte_level(tmp_path / "in").get_vocab_size()
+    (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(settings))
+    path = tmp_path / "in" / "config.json"
+    plain = {each: value for each, value in json.loads(path.read_text()).items() if not each.endswith("token_id")}
+    path.write_text(json.dumps(plain | config))
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    reader, _ = opened(tmp_path / "out" / "model.gguf")
+    expected = {**expected, **({"eos": count - 1} if settings.get("eos_token") else {})}
+    names = {"bos": "bos", "eos": "eos", "eot": "eot", "padding": "pad", "unknown": "unk"}
+    fields = {short: f"tokenizer.ggml.{name}_token_id" for name, short in names.items()}
+    assert {short: key(reader, name) for short, name in fields.items() if name in reader.fields} == expected
+    of_package = gguf.SpecialVocab(tmp_path / "in", n_vocab=288).special_token_ids
+    assert {name: number for name, number in expected.items() if name in of_package} == of_package
+
+
+def test_model_that_was_trained_here_has_the_end_token_of_its_tokenizer(tmp_path, ckpt):
+    """Without ids llama.cpp takes token 11 of GPT-2's vocabulary."""
+    save("qwen2", tmp_path / "in")
+    ckpt("convert", tmp_path / "in", tmp_path / "native", "--to", "native")
+    manifest = json.loads((tmp_path / "native" / "manifest.json").read_text())
+    del manifest["source"]
+    (tmp_path / "native" / "manifest.json").write_bytes(seal(manifest))
+    (tmp_path / "words").mkdir()
+    byte_level(tmp_path / "words")
+    document = (tmp_path / "words" / "tokenizer.json").read_text().replace("<|end|>", "<|endoftext|>")
+    (tmp_path / "words" / "tokenizer.json").write_text(document)
+    (tmp_path / "words" / "tokenizer_config.json").unlink()
+    ckpt("convert", tmp_path / "native", tmp_path / "out", "--to", "gguf", "--tokenizer", tmp_path / "words")
+    reader, _ = opened(tmp_path / "out" / "model.gguf")
+    assert key(reader, "tokenizer.ggml.tokens")[0] == "<|endoftext|>"
+    assert [key(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")] == [0, 0]
+
+
+def test_every_chat_template_is_in_the_file(tmp_path, ckpt):
+    save("qwen2", tmp_path / "in")
+    byte_level(tmp_path / "in")
+    listed = [{"name": "default", "template": "{{ a }}"}, {"name": "tool_use", "template": "{{ b }}"}]
+    settings = tmp_path / "in" / "tokenizer_config.json"
+    settings.write_text(json.dumps({"chat_template": listed}))
+    ckpt("convert", tmp_path / "in", tmp_path / "listed", "--to", "gguf")
+    settings.write_text(json.dumps({"add_bos_token": False}))
+    (tmp_path / "in" / "chat_template.jinja").write_text("{{ a }}")
+    (tmp_path / "in" / "additional_chat_templates").mkdir()
+    (tmp_path / "in" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ b }}")
+    ckpt("convert", tmp_path / "in", tmp_path / "files", "--to", "gguf")
+    for name in ("listed", "files"):
+        reader, _ = opened(tmp_path / name / "model.gguf")
+        found = [key(reader, f"tokenizer.chat_template{each}") for each in ("", ".tool_use")]
+        assert found == ["{{ a }}", "{{ b }}"]
+        assert gguf.SpecialVocab(tmp_path / "in").chat_template == listed
+
+
+def test_added_token_beyond_the_rows_is_left_out(tmp_path, ckpt):
+    """The smallest Gemma 3 has a token for images without a row of the embedding."""
+    save("qwen2", tmp_path / "in")
+    byte_level(tmp_path / "in")
+    path = tmp_path / "in" / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["added_tokens"].append({**document["added_tokens"][-1], "id": 288, "content": "<image>"})
+    path.write_text(json.dumps(document))
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    tokens = key(opened(tmp_path / "out" / "model.gguf")[0], "tokenizer.ggml.tokens")
+    assert len(tokens) == 288
+    assert "<image>" not in tokens
+    ckpt("convert", tmp_path / "in", tmp_path / "again", "--to", "hf")
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == path.read_bytes()
+    document["model"]["vocab"]["beyond"] = 288
+    path.write_text(json.dumps(document))
+    assert "has 289 tokens" in ckpt("convert", tmp_path / "in", tmp_path / "o", "--to", "gguf", code=4).stderr
+    assert "has the token id 288" in ckpt("convert", tmp_path / "in", tmp_path / "o", "--to", "hf", code=2).stderr
+
+
+def sentencepiece_model(directory, **settings):
     sentencepiece = pytest.importorskip("sentencepiece")
     (directory / "corpus.txt").write_text("the cat sat on the mat\nmats and cats, 123 times!\n" * 50)
     sentencepiece.SentencePieceTrainer.train(
@@ -292,6 +380,7 @@ def sentencepiece_model(directory):
         byte_fallback=True,
         hard_vocab_limit=False,
         minloglevel=2,
+        **settings,
     )
     return sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
 
@@ -312,6 +401,40 @@ def test_sentencepiece_tokenizer_has_scores_and_types(tmp_path, ckpt):
     scores = key(reader, "tokenizer.ggml.scores")
     np.testing.assert_allclose(scores[:count], [model.get_score(number) for number in range(count)])
     assert key(reader, "tokenizer.ggml.add_space_prefix") is True
+
+
+TURNS = ["<start_of_turn>", "<end_of_turn>", "<own>"]
+
+
+@pytest.mark.parametrize("source", ["tokenizer.json", "tokenizer_config.json", None])
+def test_symbols_of_sentencepiece_are_whole_tokens(tmp_path, ckpt, source):
+    """A Gemma's turns are pieces of its tokenizer.model; as common pieces, llama.cpp would divide them."""
+    save("llama", tmp_path / "in")
+    model = sentencepiece_model(tmp_path / "in", user_defined_symbols=TURNS)
+    ids = [model.piece_to_id(token) for token in TURNS]
+    pairs = zip(ids, TURNS, strict=True)
+    added = [{"id": number, "content": token, "special": token != "<own>"} for number, token in pairs]
+    added += [{"id": 0, "content": "<unk>", "special": True}, {"id": 400, "content": "<image>", "special": True}]
+    if source == "tokenizer.json":
+        document = {"model": {"vocab": {}}, "added_tokens": added}
+        (tmp_path / "in" / source).write_text(json.dumps(document))
+    elif source is not None:
+        decoder = {str(each["id"]): each for each in added}
+        (tmp_path / "in" / source).write_text(json.dumps({"added_tokens_decoder": decoder}))
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    reader, _ = opened(tmp_path / "out" / "model.gguf")
+    tokens, types = key(reader, "tokenizer.ggml.tokens"), key(reader, "tokenizer.ggml.token_type")
+    assert [tokens[number] for number in ids] == TURNS
+    control = gguf.TokenType.USER_DEFINED if source is None else gguf.TokenType.CONTROL
+    assert [types[number] for number in ids] == [control, control, gguf.TokenType.USER_DEFINED]
+    assert types[0] == gguf.TokenType.UNKNOWN
+    assert "<image>" not in tokens
+    library = llama_cpp()
+    computed = library.Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
+    text = "<start_of_turn>cats<end_of_turn><own>"
+    found = computed.tokenize(text.encode(), add_bos=False, special=True)
+    assert [number for number in found if number in ids] == ids
+    assert len(found) < 9
 
 
 def llama_cpp():

@@ -21,11 +21,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dynmo_ckpt.converters.huggingface import read_hf
 from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.huggingface.config_keys import key_table
 from dynmo_ckpt.huggingface.decoders import DECODERS
 from dynmo_ckpt.huggingface.deepseek import KINDS as DEEPSEEKS
-from dynmo_ckpt.huggingface.models import hf_config
+from dynmo_ckpt.huggingface.models import hf_config, hf_model
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.reference_model import load_array, model_logits
+from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import EXPERT_BIAS
 from dynmo_train.models.llama import Llama, LlamaShape
 from tests.parity.item_stream import build_all, parameters, run
@@ -72,6 +74,11 @@ FIXED = {
     "gemma3_text": {"head_dim": 8},
     "qwen3": {"head_dim": 8},
 }
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
+KINDS = ("gpt2", *DECODERS, *DEEPSEEKS)
+# Sizes of all tensors; other keys of a configuration are drawn.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_local_experts", "rope_parameters")
+SIZES += ("n_embd", "n_layer")
 SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 SCALINGS = (
@@ -170,6 +177,30 @@ VALUES = {
     "seq_aux": (True, False),
     "ep_size": (1, 2),
     "output_router_logits": (True, False),
+    "activation_function": ("gelu_new", "gelu", "relu", "gelu_fast", "gelu_pytorch_tanh", "silu", "quick_gelu"),
+    "layer_norm_epsilon": (1e-5, 1e-3, 0.1),
+    "n_inner": (None, 40, 128),
+    "n_head": (2, 4, 8),
+    "n_positions": (64, 40),
+    "scale_attn_weights": (True, False),
+    "scale_attn_by_inverse_layer_idx": (False, True),
+    "reorder_and_upcast_attn": (False, True),
+    "add_cross_attention": (True,),
+    "resid_pdrop": (0.0, 0.3),
+}
+# Values of other keys without which a key changes nothing, or is refused.
+COMPANIONS = {
+    "sliding_window": {"use_sliding_window": True, "max_window_layers": 1},
+    "max_window_layers": {"use_sliding_window": True, "sliding_window": 3},
+    "layer_types": {"use_sliding_window": True, "sliding_window": 3},
+    "use_sliding_window": {"sliding_window": 3, "max_window_layers": 1},
+    "rope_local_base_freq": {"sliding_window": 3},
+    "topk_method": {"n_group": 4, "topk_group": 2},
+    "n_group": {"topk_method": "group_limited_greedy", "topk_group": 1},
+    "topk_group": {"topk_method": "group_limited_greedy", "n_group": 4},
+    "mlp_bias": {"first_k_dense_replace": LAYERS},
+    "norm_topk_prob": {"num_experts_per_tok": 1},
+    "original_max_position_embeddings": {"rope_scaling": SCALINGS[6]},
 }
 # Keys that a file of DeepSeek has, and transformers' class has not.
 FILE_KEYS = ("topk_method", "scoring_func", "moe_layer_freq", "num_nextn_predict_layers", "aux_loss_alpha", "ep_size")
@@ -178,19 +209,35 @@ FILE_KEYS = ("topk_method", "scoring_func", "moe_layer_freq", "num_nextn_predict
 def drawn(kind: str, number: int) -> dict:
     """A random configuration of a family, as a file may have it; the same for the same number."""
     source = random.Random(f"{kind} {number}")
-    config = {**BASE, **FIXED.get(kind, {}), "model_type": kind}
-    own = set(CONFIG_MAPPING[kind]().to_dict()) | {"rope_scaling", "rope_theta", "partial_rotary_factor"}
+    config = {**(GPT2 if kind == "gpt2" else {**BASE, **FIXED.get(kind, {})}), "model_type": kind}
+    own = set(CONFIG_MAPPING[kind]().to_dict()) | set(key_table()["model_types"][kind]["mapped"])
     own |= set(FILE_KEYS) if kind in DEEPSEEKS else set()
     likely = [key for key in VALUES if key in own or key.startswith(("rope_", "sliding_", "layer_"))]
-    for _ in range(source.choice((0, 1, 2, 3, 4, 6))):
-        key = source.choice(likely if source.random() < 0.9 else list(VALUES))
-        config[key] = source.choice(VALUES[key])
+    # Every key in turn, so that none is left to chance; then others.
+    keys = [likely[number % len(likely)]] if number else []
+    more = range(source.choice((0, 1, 2, 3, 4, 6)))
+    keys += [source.choice(likely if source.random() < 0.9 else list(VALUES)) for _ in more]
+    for key in keys:
+        wider = {**config, key: source.choice(VALUES[key])}
+        if source.random() < 0.5:
+            wider |= {name: value for name, value in COMPANIONS.get(key, {}).items() if name in own}
+        # Of three, two are within what is supported: most keys together are not.
+        if number % 3 == 0 or is_read(wider):
+            config = wider
     if kind == "gemma3_text" and source.random() < 0.4:
         full, local = ({"rope_theta": source.choice((100.0, 1e6)), **(source.choice(SCALINGS[:5]) or {})} for _ in "ab")
         config["rope_parameters"] = {FULL: full, SLIDING: local}
     elif source.random() < 0.2:
         config["rope_parameters"] = {"rope_theta": 777.0, **(source.choice(SCALINGS) or {"rope_type": "default"})}
     return config
+
+
+def is_read(config: dict) -> bool:
+    """Whether the configuration alone is not refused."""
+    try:
+        return bool(hf_model(config, 1))
+    except (CorruptError, UnsupportedError):
+        return False
 
 
 def theirs(config: dict):
@@ -204,7 +251,11 @@ def theirs(config: dict):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.normal_(std=0.3)
-                    if "norm" in name and not config["model_type"].startswith("gemma"):
+                    if (
+                        ("norm" in name or ".ln_" in name)
+                        and name.endswith("weight")
+                        and not config["model_type"].startswith("gemma")
+                    ):
                         parameter.add_(1.0)
                 for name, buffer in model.named_buffers():
                     if name.endswith("e_score_correction_bias"):
@@ -221,7 +272,9 @@ def close(found: np.ndarray, expected: np.ndarray) -> bool:
 
 def of_trainer(checkpoint) -> np.ndarray:
     """The logits of dynmo-train's own model, of the manifest and the tensors."""
-    family = Llama(LlamaShape.from_manifest(checkpoint.manifest["model"]))
+    model = checkpoint.manifest["model"]
+    is_gpt = model["family"] == "gpt"
+    family = Gpt(GptShape.from_manifest(model)) if is_gpt else Llama(LlamaShape.from_manifest(model))
     modules = build_all(family)
     with torch.no_grad():
         for name, value in parameters(modules).items():
@@ -239,7 +292,9 @@ def of_trainer(checkpoint) -> np.ndarray:
 
 def add_predictions(folder, config: dict) -> int:
     """Append layers of multi-token prediction to the file of some DeepSeek, as published ones have; their number."""
-    count = random.Random(json.dumps(config)).choice((0, 1, 2)) if config["model_type"] in DEEPSEEKS else 0
+    if config["model_type"] not in DEEPSEEKS:
+        return 0
+    count = random.Random(json.dumps(config)).choice((0, 1, 2))
     path, last = folder / "model.safetensors", f"model.layers.{LAYERS - 1}."
     tensors = load_file(path)
     table, wide = tensors["model.embed_tokens.weight"], torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
@@ -290,7 +345,22 @@ def outcome(kind: str, number: int, folder) -> str:
     return "converted"
 
 
-@pytest.mark.parametrize("kind", [*DECODERS, *DEEPSEEKS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_configurations_have_every_key_with_several_values(kind):
+    """A key that is never drawn, or only where the configuration is refused, would hide a map without it."""
+    mapped = key_table()["model_types"][kind]["mapped"]
+    found = {key: {json.dumps(value)} for key, value in mapped.items() if key not in SIZES}
+    for number in range(500):
+        config = drawn(kind, number)
+        if is_read(config):
+            for key in found.keys() & config.keys():
+                found[key].add(json.dumps(config[key]))
+    # Outside Phi-3, transformers ignores a share of the rotation, and a model with one is refused.
+    fixed = set() if kind == "phi3" else {"partial_rotary_factor"}
+    assert [key for key, values in found.items() if len(values) < 2 and key not in fixed] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_random_decoders_convert_to_equal_logits_or_are_refused(tmp_path, kind):
     transformers.logging.set_verbosity_error()
     found: Counter[str] = Counter()

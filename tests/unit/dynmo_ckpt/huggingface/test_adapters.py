@@ -1,5 +1,7 @@
 """LoRA and DoRA adapters: merged weights equal those of peft's merge_and_unload."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -204,6 +206,10 @@ def test_pickled_adapter_equals_the_safetensors_one(tmp_path):
         ("velora_config", {"n": 1}),
         ("megatron_config", {"n": 1}),
         ("target_parameters", ["mlp.experts.down_proj"]),
+        *(
+            ("init_lora_weights", name)
+            for name in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "x")
+        ),
         ("new_setting", None),
         ("rank_pattern", {"(a+)+x": 2}),
         ("rank_pattern", {"a" * 300: 2}),
@@ -250,6 +256,36 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, tensors, named):
     base = small_llama(tmp_path / "base")
     with pytest.raises(CorruptError, match=named):
         merged(base, save_adapter(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_adapter_of_a_changed_base_would_be_merged_wrongly(tmp_path, start):
+    """peft takes the first product out of the base again; without that, the sum is another model."""
+    base = small_llama(tmp_path / "base")
+    adapter = trained(base, tmp_path / "adapter", target_modules=["q_proj"], r=2, init_lora_weights=start)
+    with pytest.raises(UnsupportedError, match=f"init_lora_weights = '{start}'"):
+        merged(base, adapter)
+    by_peft = expected(base, adapter)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": True}))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert np.abs(merged(base, adapter)[name] - by_peft[name].numpy()).max() > 0.01
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "mica"])
+def test_start_that_leaves_the_base_is_merged_as_by_peft(tmp_path, start):
+    base = small_llama(tmp_path / "base")
+    adapter = trained(base, tmp_path / "adapter", target_modules=["q_proj"], r=2, init_lora_weights=start)
+    assert_equal(merged(base, adapter), expected(base, adapter))
+
+
+@pytest.mark.parametrize(("dora", "stated"), [(True, False), (False, True)])
+def test_magnitudes_that_contradict_the_configuration_are_refused(tmp_path, dora, stated):
+    base = small_llama(tmp_path / "base")
+    tensors = {f"{MODULE}.lora_A.weight": torch.ones(2, 64), f"{MODULE}.lora_B.weight": torch.ones(64, 2)}
+    parts = {f"{MODULE}.lora_magnitude_vector": torch.ones(64)} if dora else {}
+    with pytest.raises(CorruptError, match=f"lora_magnitude_vector; .* use_dora = {stated}"):
+        merged(base, save_adapter(tmp_path, tensors | parts, use_dora=stated))
 
 
 @pytest.mark.parametrize(
@@ -299,9 +335,8 @@ def test_merged_matrix_is_that_of_the_formula(tmp_path, config, scale, dora):
     torch.manual_seed(1)
     down, up, magnitude = torch.randn(2, 64), torch.randn(64, 2), torch.rand(64)
     tensors = {f"{MODULE}.lora_A.weight": down, f"{MODULE}.lora_B.weight": up}
-    adapter = save_adapter(
-        tmp_path, tensors | ({f"{MODULE}.lora_magnitude_vector": magnitude} if dora else {}), **config
-    )
+    parts = {f"{MODULE}.lora_magnitude_vector": magnitude} if dora else {}
+    adapter = save_adapter(tmp_path, tensors | parts, **config, use_dora=dora)
     name = "model.layers.0.self_attn.q_proj.weight"
     merged_by_peft = safetensors.load_file(base / "model.safetensors")[name].double() + scale * (
         up.double() @ down.double()

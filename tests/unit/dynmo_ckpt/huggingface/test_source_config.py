@@ -1,8 +1,11 @@
 """The kept ``config.json`` of a model that was trained afterwards."""
 
-from dynmo_ckpt.huggingface.models import hf_config
+import pytest
+
+from dynmo_ckpt.huggingface.models import hf_config, hf_model
 from dynmo_ckpt.huggingface.source_config import export_config, source_of
 from tests.unit.dynmo_ckpt import families
+from tests.unit.dynmo_ckpt.huggingface.test_published_decoders import PUBLISHED
 
 
 def test_export_config_ignores_how_experts_were_trained():
@@ -13,3 +16,13 @@ def test_export_config_ignores_how_experts_were_trained():
     trained = {"moe_z_loss_coeff": 0.1, "moe_capacity_factor": 1.0, "moe_token_drop_policy": "position"}
     assert export_config(source, {**model, **trained}, computed)["x_note"] == "of the source"
     assert "x_note" not in export_config(source, {**model, "moe_top_k": 1}, computed)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each["model_type"])
+def test_export_config_of_a_published_decoder_is_that_of_its_publisher(published):
+    """Second names of keys count as well: Qwen's files state ``num_experts``, transformers' ``num_local_experts``."""
+    model = hf_model(published, 1)
+    computed = hf_config(model, "bfloat16", None, published["model_type"])
+    expected = {key: value for key, value in published.items() if key != "auto_map"}
+    assert export_config(source_of(published, None), model, computed) == expected
+    assert hf_model(published, 1, ignored=("*",)) == model

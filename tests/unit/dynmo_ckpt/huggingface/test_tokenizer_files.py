@@ -30,3 +30,12 @@ def test_tokenizer_files_of_vocabulary_give_end_token(tmp_path):
     assert tokenizer_files(tmp_path, 30, 8)[1] == 7
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     assert tokenizer_files(tmp_path, 30, 8)[1] is None
+
+
+def test_tokenizer_files_have_every_chat_template(tmp_path):
+    """The names under which transformers looks for them."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    names = ["chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    assert tokenizer_files(tmp_path, 30, 8)[0] == {name: name.encode() for name in names}

@@ -6,10 +6,12 @@ import os
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.huggingface.files import read_tensors
 from dynmo_ckpt.io.errors import CorruptError, UnsafePickleError, UnsupportedError
+from tests.unit.dynmo_ckpt.small_llama import small_llama
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -49,6 +51,23 @@ def test_read_tensors_prefers_safetensors(tmp_path):
     assert list(read_tensors(tmp_path)) == ["a"]
 
 
+def test_read_tensors_prefers_a_single_file_to_an_index(tmp_path):
+    """As transformers: the index and its files may be of an earlier export into the directory."""
+    save_index(tmp_path, [{"a": WEIGHTS["a"]}, {"c": WEIGHTS["b"]}])
+    torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")
+    assert sorted(read_tensors(tmp_path)) == ["a", "b"]
+    save_file({"a": torch.zeros(1)}, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    save_file({"s": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert list(read_tensors(tmp_path)) == ["s"]
+
+
+def test_read_tensors_tensor_in_two_files_is_refused(tmp_path):
+    save_index(tmp_path, [WEIGHTS, {"b": WEIGHTS["b"] + 1}])
+    with pytest.raises(CorruptError, match="several files have b"):
+        read_tensors(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("tree", "error", "message"),
     [
@@ -74,3 +93,13 @@ def test_read_tensors_without_weights_names_other_files(tmp_path):
     (tmp_path / "tf_model.h5").write_bytes(b"x")
     with pytest.raises(CorruptError, match=r"must have model.safetensors or pytorch_model.bin.*tf_model.h5"):
         read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
+def test_codes_without_a_scale_are_no_weights(tmp_path, dtype):
+    """A file of quantized weights whose configuration does not say so has a matrix of the right shape."""
+    directory, name = small_llama(tmp_path / "in"), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {name: (tensors[name] * 100).to(dtype)}, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.up\.weight: has the type .*, and no scale"):
+        open_checkpoint(directory)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_ckpt.io.errors import UnsupportedError
+from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.io.safetensors import StoredArray
 from dynmo_ckpt.maps.name_map import layout_of, load_map, to_foreign, to_native
 from dynmo_ckpt.tensors.views import as_tensor
@@ -55,8 +55,16 @@ def test_unknown_tensor_is_refused():
     m = native_checkpoints.model()
     with pytest.raises(UnsupportedError, match=r"the map has no rule for 1 tensors: layers\.0\.mlp\.gate"):
         to_foreign(layout(m), ours(m) | tensors({"layers.0.mlp.gate": (1,)}), TIED)
-    with pytest.raises(UnsupportedError, match=r"no rule for 1 tensors: transformer\.h\.3\.ln_1\.bias"):
-        back(m, theirs(m) | tensors({"h.3.ln_1.bias": (1,)}))
+    # By the name that the file has, with which --drop finds it.
+    for name in ("transformer.h.9.ln_1.bias", "h.9.ln_1.bias", "score.weight"):
+        with pytest.raises(UnsupportedError, match=f"no rule for 1 tensors: {name}"):
+            back(m, theirs(m) | tensors({name: (1,)}))
+
+
+def test_tensor_with_and_without_the_prefix_is_refused():
+    m = native_checkpoints.model()
+    with pytest.raises(CorruptError, match=r"has h\.0\.ln_1\.bias with and without transformer\."):
+        back(m, theirs(m) | tensors({"h.0.ln_1.bias": (1,)}))
 
 
 def test_to_native_missing_tensor_is_refused():

@@ -38,6 +38,14 @@ def test_differences_of_values_have_count_and_largest_gap(tmp_path, monkeypatch)
     assert result["head.norm.bias"].max_abs == np.inf
 
 
+def test_settings_by_which_equal_tensors_compute_something_else_differ(tmp_path):
+    p = native_checkpoints.parameters(native_checkpoints.model())
+    m_right = native_checkpoints.model(layernorm_epsilon=0.1)
+    result = found(tmp_path, p, p, m_right=m_right)
+    assert {name: each.kind for name, each in result.items()} == {"model.layernorm_epsilon": "setting"}
+    assert result["model.layernorm_epsilon"].message == "1e-05 on the left, 0.1 on the right"
+
+
 def test_differences_within_atol_are_none(tmp_path):
     p = native_checkpoints.parameters(native_checkpoints.model())
     q = {name: value + np.float32(1e-3) for name, value in p.items()}

@@ -101,3 +101,20 @@ def test_invalid_json_vocabulary_is_refused(tmp_path, text):
     (tmp_path / "w.json").write_text(text)
     with pytest.raises(UsageError, match="is not a JSON vocabulary"):
         read_vocab_size(values(vocab_file=str(tmp_path / "w.json"), tokenizer_type="WhitespaceVocab"))
+
+
+def test_checkpoint_has_every_file_of_a_published_tokenizer(tmp_path):
+    """Chat templates, and the SentencePiece model next to tokenizer.json, which an export to GGUF reads."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    names = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"]
+    names.append("additional_chat_templates/tool_use.jinja")
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    found = TokenizerFiles.of(values(tokenizer_model=str(tmp_path / "tokenizer.json")))
+    assert found.stored_files == {name: tmp_path / name for name in names}
+    assert TokenizerFiles.of_folder(tmp_path).kind == "HuggingFaceTokenizer"
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "words.json").write_text("{}")
+    words = TokenizerFiles.of(values(vocab_file=str(tmp_path / "words.json"), tokenizer_type="WhitespaceVocab"))
+    # Another tokenizer's model would be taken for that of the run.
+    assert "tokenizer.model" not in words.stored_files
