@@ -26,7 +26,26 @@ sentencepiece = pytest.importorskip("sentencepiece")
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 
-WORDS = "the red green blue house what is two plus four simple answer to a question that nobody asks".split()
+WORDS = [
+    "the",
+    "red",
+    "green",
+    "blue",
+    "house",
+    "what",
+    "is",
+    "two",
+    "plus",
+    "four",
+    "simple",
+    "answer",
+    "to",
+    "a",
+    "question",
+    "that",
+    "nobody",
+    "asks",
+]
 # What surrounds special tokens, joined and apart; characters that only bytes spell.
 PARTS = [*"abc ABC\n\t  é日😀\u00a0▁<>|[]/0123", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
 PARTS += ["<turn>", "<end_turn>", "<tool>", "  ", "\n\n", " <s> ", "<unk>", "<0x41>", "<bos>", "<pad>", "<mask>"]
