@@ -351,26 +351,31 @@ def test_replacement_stages_first_and_leaves_nothing_else(server, place, checkpo
     run(server, "verify", address)
 
 
+def other_checkpoint(directory):
+    """A checkpoint with the names of ``checkpoint`` and other numbers, and one more file."""
+    m = native_checkpoints.model()
+    changed = {name: value + 1 for name, value in native_checkpoints.parameters(m).items()}
+    native_checkpoints.save(directory, changed, m, tp=2, files={"old.txt": b"old\n"})
+
+
 def test_failed_replacement_leaves_the_old_checkpoint(server, place, checkpoint, tmp_path):
     address, prefix = place
-    hub_directory(tmp_path / "hub", 1 << 20)
-    run(server, "copy", tmp_path / "hub", address)
+    other_checkpoint(tmp_path / "old")
+    run(server, "copy", tmp_path / "old", address)
     path = min(checkpoint.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     payload = bytearray(path.read_bytes())
     payload[-3] ^= 4
     path.write_bytes(payload)
     assert "CRC-32" in run(server, "copy", checkpoint, address, "--overwrite", "--jobs", "1", code=4)[1]
     found = {key.removeprefix(f"{prefix}/"): server.get(key) for key in server.keys(prefix)}
-    assert found == files_of(tmp_path / "hub")
+    assert found == files_of(tmp_path / "old")
 
 
 @pytest.mark.parametrize("number", [2, 13, 18, 24, 30, 40])
 def test_killed_replacement_is_the_old_or_no_checkpoint(server, place, checkpoint, tmp_path, number):
     """Whatever a kill leaves is the old checkpoint, the new one, or refused and without markers; never a mixture."""
     address, prefix = place
-    changed = native_checkpoints.parameters(native_checkpoints.model())
-    changed = {name: value + 1 for name, value in changed.items()}
-    native_checkpoints.save(tmp_path / "old", changed, native_checkpoints.model(), tp=2, files={"old.txt": b"old\n"})
+    other_checkpoint(tmp_path / "old")
     run(server, "copy", tmp_path / "old", address)
     started = []
 
