@@ -414,7 +414,7 @@ def test_logits_of_addresses_are_compared(server, place, checkpoint, tmp_path, t
     assert json.loads(done)["logits"]["max_abs"] < 1e-5
     done = run(server, "convert", f"{address}/a", f"{address}/b", "--to", "hf", "--check-logits", **changes)[1]
     assert "logits of input and output differ by at most" in done
-    assert not list((tmp_path / "temporary").iterdir())
+    assert not list((tmp_path / "temporary").glob("dynmo-ckpt-*"))  # torch has a folder of its own there
 
 
 def test_unlike_logits_leave_no_objects(server, place, checkpoint):
