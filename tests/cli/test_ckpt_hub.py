@@ -160,7 +160,7 @@ def test_hub_that_refuses_has_a_clear_message(hub, checkpoint, address, changes,
 def test_passing_fault_of_the_hub_is_repeated(hub, checkpoint, path, fault):
     """A status, a connection that ends before the request is served, and one that ends after it."""
     faults = [fault]
-    hub.hook = lambda _method, asked: faults.pop() if path in asked and faults else None
+    hub.hook = lambda _method, url: faults.pop() if path in url and faults else None
     run(hub, "copy", checkpoint, ADDRESS)
     assert not faults
     assert sent(hub) == files_of(checkpoint)
@@ -169,7 +169,7 @@ def test_passing_fault_of_the_hub_is_repeated(hub, checkpoint, path, fault):
 
 @pytest.mark.parametrize("path", ["preupload", "/lfs/upload", "/commit/"])
 def test_lasting_refusal_leaves_the_branch_as_it_was(hub, checkpoint, path):
-    hub.hook = lambda _method, asked: (403, b'{"error": "Forbidden"}') if path in asked else None
+    hub.hook = lambda _method, url: (403, b'{"error": "Forbidden"}') if path in url else None
     assert "access denied" in run(hub, "copy", checkpoint, ADDRESS, code=6)[1]
     assert len(hub.commits) == 1
 

@@ -197,8 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
             names = parse_qs(body.decode()).get("paths") or json.loads(body).get("paths", [])
             self.reply(200, [self.hub.entry(name, *tree[name]) for name in names if name in tree])
         elif re.fullmatch(rf"/api/models/{REPOSITORY}/preupload/.+", path):
-            asked = json.loads(body)["files"]
-            modes = {each["path"]: each["path"].endswith(LFS_SUFFIXES) or each["size"] > 10 << 20 for each in asked}
+            request = json.loads(body)["files"]
+            modes = {each["path"]: each["path"].endswith(LFS_SUFFIXES) or each["size"] > 10 << 20 for each in request}
             answers = [
                 {
                     "path": name,
@@ -218,16 +218,16 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.reply(404, {"error": path})
 
-    def _actions(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _actions(self, request: dict[str, Any]) -> dict[str, Any]:
         """What the client is to do for an object; nothing where it is stored."""
-        oid, size, base = asked["oid"], asked["size"], f"http://127.0.0.1:{self.hub.port}/lfs"
+        oid, size, base = request["oid"], request["size"], f"http://127.0.0.1:{self.hub.port}/lfs"
         if (self.hub.folder / oid).exists():
-            return asked
+            return request
         upload: dict[str, Any] = {"href": f"{base}/upload/{oid}"}
         if size > self.hub.multipart_above:
             parts = {str(k + 1): f"{base}/part/{oid}/{k + 1}" for k in range(-(-size // PART_BYTES))}
             upload = {"href": f"{base}/complete/{oid}", "header": {"chunk_size": str(PART_BYTES), **parts}}
-        return {**asked, "actions": {"upload": upload, "verify": {"href": f"{base}/verify"}}}
+        return {**request, "actions": {"upload": upload, "verify": {"href": f"{base}/verify"}}}
 
     def _store(self, path: str, body: bytes) -> None:
         """Receive contents; they must have the hash under which they were announced."""
@@ -237,9 +237,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(200, ETag=f'"{rest[1]}"')
             return
         if kind == "verify":
-            asked = json.loads(body)
-            stored = self.hub.folder / asked["oid"]
-            is_equal = stored.exists() and stored.stat().st_size == asked["size"]
+            request = json.loads(body)
+            stored = self.hub.folder / request["oid"]
+            is_equal = stored.exists() and stored.stat().st_size == request["size"]
             self.reply(200 if is_equal else 422, {})
             return
         if kind == "complete":
