@@ -38,7 +38,8 @@ from typing import Any
 from .._common.errors import UsageError
 from .directory import check_target, defer_signals
 from .errors import CorruptError, StorageError
-from .remote import STAGING, UPLOAD_MARK, RemoteFile, RemotePath, remote_errors
+from .hub import open_commit
+from .remote import HUB, STAGING, UPLOAD_MARK, RemoteFile, RemotePath, remote_errors
 
 PART_BYTES = 8 << 20
 # S3 allows 10,000 parts of one object.
@@ -159,7 +160,7 @@ class RemoteDirectory:
 
 
 def check_output(target: Path, source: Path, *, overwrite: bool, need_bytes: int) -> None:
-    """As ``check_target`` for a local directory, as ``check_remote_target`` for an address.
+    """As ``check_target`` for a local directory, as ``check_remote_target`` or ``open_commit`` for an address.
 
     Args:
         target: the new directory.
@@ -167,7 +168,9 @@ def check_output(target: Path, source: Path, *, overwrite: bool, need_bytes: int
         overwrite: an existing ``target`` is replaced.
         need_bytes: free space that a local directory needs, in bytes.
     """
-    if isinstance(target, RemotePath):
+    if isinstance(target, RemotePath) and target.scheme == HUB:
+        open_commit(target, source, overwrite=overwrite)
+    elif isinstance(target, RemotePath):
         check_remote_target(target, source, overwrite=overwrite)
     else:
         check_target(target, source, overwrite=overwrite, need_bytes=need_bytes)

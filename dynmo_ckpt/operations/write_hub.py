@@ -18,7 +18,6 @@ the disk. Its space is that of the largest file, or of all where logits are comp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +77,7 @@ def write_hub(
             write_synced(scratch / name, payload)
             commit.add(name, payload)
         if settings.verify and is_local:
-            refuse_findings(chain(small_findings(scratch, small)))
+            refuse_findings(small_findings(scratch, small))
             if MANIFEST in final:
                 refuse_findings(header_findings(scratch))
         logits = compare_logits(settings.logits, scratch)

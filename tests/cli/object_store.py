@@ -28,6 +28,7 @@ sys.stdin.read()
 # An abandoned upload is deleted by its address; the emulator does not implement that, and Google answers 499.
 GS_SERVER = """
 import http.server
+import os
 import sys
 from gcp_storage_emulator import server
 http.server.HTTPServer = server.server.HTTPServer = http.server.ThreadingHTTPServer
@@ -35,6 +36,7 @@ emulator = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket="
 emulator.start()
 print(emulator._api._httpd.server_address[1], flush=True)
 sys.stdin.read()
+os._exit(0)  # its threads would continue
 """
 BUCKET = "bucket"
 CUT, DROP = "cut", "drop"

@@ -106,15 +106,24 @@ def test_replacement_is_one_commit_without_the_old_files(hub, checkpoint, tmp_pa
     hub_directory(tmp_path / "model", 1 << 20)
     head = dict(hub.tree("main"))
     hub.commit("main", {**head, "README.md": (hub.store(b"# A model\n"), False)})
+    card = b"---\nlicense: mit\n---\n# Another model\n"
+    (tmp_path / "model" / "README.md").write_bytes(card)
     run(hub, "copy", tmp_path / "model", ADDRESS)
     before = hub.tree("main")
     assert "exists" in run(hub, "copy", checkpoint, ADDRESS, code=2)[1]
     states = []
     hub.hook = lambda *_: states.append(hub.tree("main"))
     run(hub, "copy", checkpoint, ADDRESS, "--overwrite")
-    assert sent(hub) == {**files_of(checkpoint), "README.md": b"# A model\n"}
+    assert sent(hub) == {**files_of(checkpoint), "README.md": card}
     assert [state for k, state in enumerate(states) if state not in states[:k]] == [before, hub.tree("main")]
     run(hub, "verify", ADDRESS)
+
+
+def test_average_is_written_to_the_hub(hub, checkpoint):
+    """A command that checks its output before it opens its inputs; a new repository counts as empty."""
+    run(hub, "average", checkpoint, checkpoint, "--output", ADDRESS)
+    run(hub, "verify", ADDRESS)
+    assert "no tensor differs" in run(hub, "diff", checkpoint, ADDRESS)[0]
 
 
 def test_branch_of_an_address_is_written(hub, checkpoint):
@@ -151,7 +160,7 @@ def test_hub_that_refuses_has_a_clear_message(hub, checkpoint, address, changes,
 def test_passing_fault_of_the_hub_is_repeated(hub, checkpoint, path, fault):
     """A status, a connection that ends before the request is served, and one that ends after it."""
     faults = [fault]
-    hub.hook = lambda _method, target: faults.pop() if path in target and faults else None
+    hub.hook = lambda _method, url: faults.pop() if path in url and faults else None
     run(hub, "copy", checkpoint, ADDRESS)
     assert not faults
     assert sent(hub) == files_of(checkpoint)
@@ -160,7 +169,7 @@ def test_passing_fault_of_the_hub_is_repeated(hub, checkpoint, path, fault):
 
 @pytest.mark.parametrize("path", ["preupload", "/lfs/upload", "/commit/"])
 def test_lasting_refusal_leaves_the_branch_as_it_was(hub, checkpoint, path):
-    hub.hook = lambda _method, target: (403, b'{"error": "Forbidden"}') if path in target else None
+    hub.hook = lambda _method, url: (403, b'{"error": "Forbidden"}') if path in url else None
     assert "access denied" in run(hub, "copy", checkpoint, ADDRESS, code=6)[1]
     assert len(hub.commits) == 1
 

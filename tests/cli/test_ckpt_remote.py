@@ -276,6 +276,8 @@ def test_failed_upload_removes_the_objects_before(server, place, checkpoint):
     assert server.keys(prefix) == []
 
 
+# The emulator of Google's store ends at such a name.
+@S3_ONLY
 def test_names_that_lead_elsewhere_are_refused(server, place, tmp_path):
     address, prefix = place
     hub_directory(tmp_path / "in", 1 << 20)
@@ -349,26 +351,31 @@ def test_replacement_stages_first_and_leaves_nothing_else(server, place, checkpo
     run(server, "verify", address)
 
 
+def other_checkpoint(directory):
+    """A checkpoint with the names of ``checkpoint`` and other numbers, and one more file."""
+    m = native_checkpoints.model()
+    changed = {name: value + 1 for name, value in native_checkpoints.parameters(m).items()}
+    native_checkpoints.save(directory, changed, m, tp=2, files={"old.txt": b"old\n"})
+
+
 def test_failed_replacement_leaves_the_old_checkpoint(server, place, checkpoint, tmp_path):
     address, prefix = place
-    hub_directory(tmp_path / "hub", 1 << 20)
-    run(server, "copy", tmp_path / "hub", address)
+    other_checkpoint(tmp_path / "old")
+    run(server, "copy", tmp_path / "old", address)
     path = min(checkpoint.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     payload = bytearray(path.read_bytes())
     payload[-3] ^= 4
     path.write_bytes(payload)
     assert "CRC-32" in run(server, "copy", checkpoint, address, "--overwrite", "--jobs", "1", code=4)[1]
     found = {key.removeprefix(f"{prefix}/"): server.get(key) for key in server.keys(prefix)}
-    assert found == files_of(tmp_path / "hub")
+    assert found == files_of(tmp_path / "old")
 
 
 @pytest.mark.parametrize("number", [2, 13, 18, 24, 30, 40])
 def test_killed_replacement_is_the_old_or_no_checkpoint(server, place, checkpoint, tmp_path, number):
     """Whatever a kill leaves is the old checkpoint, the new one, or refused and without markers; never a mixture."""
     address, prefix = place
-    changed = native_checkpoints.parameters(native_checkpoints.model())
-    changed = {name: value + 1 for name, value in changed.items()}
-    native_checkpoints.save(tmp_path / "old", changed, native_checkpoints.model(), tp=2, files={"old.txt": b"old\n"})
+    other_checkpoint(tmp_path / "old")
     run(server, "copy", tmp_path / "old", address)
     started = []
 
@@ -387,8 +394,8 @@ def test_killed_replacement_is_the_old_or_no_checkpoint(server, place, checkpoin
     visible = {name: server.get(f"{prefix}/{name}") for name in there if not name.startswith(".dynmo-")}
     if ".dynmo-upload" in there:
         assert "was cut" in run(server, "info", address, code=4)[1]
-        if "manifest.json" in visible:  # the last object of all
-            assert visible == files_of(checkpoint)
+        if "manifest.json" in visible:  # the first object that is removed, and the last one that is copied
+            assert visible in (files_of(tmp_path / "old"), files_of(checkpoint))
     else:
         assert visible in (files_of(tmp_path / "old"), files_of(checkpoint))
         run(server, "verify", address)
@@ -407,7 +414,7 @@ def test_logits_of_addresses_are_compared(server, place, checkpoint, tmp_path, t
     assert json.loads(done)["logits"]["max_abs"] < 1e-5
     done = run(server, "convert", f"{address}/a", f"{address}/b", "--to", "hf", "--check-logits", **changes)[1]
     assert "logits of input and output differ by at most" in done
-    assert not list((tmp_path / "temporary").iterdir())
+    assert not list((tmp_path / "temporary").glob("dynmo-ckpt-*"))  # torch has a folder of its own there
 
 
 def test_unlike_logits_leave_no_objects(server, place, checkpoint):

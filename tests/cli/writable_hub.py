@@ -140,6 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token not in (TOKEN, READ_TOKEN):
             self.reply(401, {"error": "Invalid credentials in Authorization header"})
+        elif path == "/api/validate-yaml":  # of a model card
+            self.reply(200, {"errors": [], "warnings": []})
         elif not re.match(rf"(/api/models)?/{REPOSITORY}\b", path):
             self.reply(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
         elif self.command == "POST" and "paths-info" not in path and token != TOKEN:
