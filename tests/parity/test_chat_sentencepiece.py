@@ -26,7 +26,26 @@ sentencepiece = pytest.importorskip("sentencepiece")
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 
-WORDS = "the red green blue house what is two plus four simple answer to a question that nobody asks".split()
+WORDS = [
+    "the",
+    "red",
+    "green",
+    "blue",
+    "house",
+    "what",
+    "is",
+    "two",
+    "plus",
+    "four",
+    "simple",
+    "answer",
+    "to",
+    "a",
+    "question",
+    "that",
+    "nobody",
+    "asks",
+]
 # What surrounds special tokens, joined and apart; characters that only bytes spell.
 PARTS = [*"abc ABC\n\t  é日😀\u00a0▁<>|[]/0123", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
 PARTS += ["<turn>", "<end_turn>", "<tool>", "  ", "\n\n", " <s> ", "<unk>", "<0x41>", "<bos>", "<pad>", "<mask>"]
@@ -235,7 +254,7 @@ def test_model_without_such_a_form_is_refused_by_name(tmp_path, options, config,
         read_tokenizer_document(tmp_path / "tokenizer.model", tmp_path / "tokenizer_config.json")
 
 
-def test_file_that_is_no_model_is_refused(tmp_path):
+def test_file_of_another_format_is_refused(tmp_path):
     for text in (b"", b"{}", b"\x0a\xff\xff\xff", b"\xff" * 40):
         (tmp_path / "tokenizer.model").write_bytes(text)
         with pytest.raises(UsageError, match="not a SentencePiece model"):
