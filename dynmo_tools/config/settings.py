@@ -14,6 +14,7 @@ from .._common.document import (
     is_count,
 )
 from .._common.errors import UsageError
+from .._common.sentencepiece_json import tokenizer_file_of
 from .options import setting
 
 EXECUTION, ERRORS = "Execution", "Existing outputs and invalid lines"
@@ -364,11 +365,6 @@ def tokenizer_in(path: Path, kind: TokenizerType = TokenizerType.HUGGING_FACE) -
     return path / ("tokenizer.model" if has_pieces else "tokenizer.json") if path.is_dir() else path
 
 
-def is_sentencepiece(path: Path) -> bool:
-    """Whether a tokenizer's file is a SentencePiece model, by its name."""
-    return path.suffix == ".model"
-
-
 @dataclass(frozen=True, kw_only=True)
 class BinarizeSettings:
     """Tokenize documents into an indexed dataset."""
@@ -476,11 +472,7 @@ class BinarizeChatSettings:
 
     def __post_init__(self) -> None:
         """Find the files next to the tokenizer, so that the task manifest and the sidecar state them."""
-        kind = TokenizerType.HUGGING_FACE
-        if self.tokenizer.is_dir() and not (self.tokenizer / "tokenizer.json").is_file():
-            # Older models of Llama, Mistral and Gemma have this file alone.
-            kind = TokenizerType.SENTENCE_PIECE if (self.tokenizer / "tokenizer.model").is_file() else kind
-        object.__setattr__(self, "tokenizer", tokenizer_in(self.tokenizer, kind))
+        object.__setattr__(self, "tokenizer", tokenizer_file_of(self.tokenizer))
         if self.tokenizer_config is None and (found := self.tokenizer.with_name("tokenizer_config.json")).is_file():
             object.__setattr__(self, "tokenizer_config", found)
         if self.chat_template is None and (found := self.tokenizer.with_name("chat_template.jinja")).is_file():

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from .._common.chat_template import ConversationError, open_chat_template
 from .._common.errors import UsageError
-from ..config.settings import BinarizeChatSettings, is_sentencepiece
+from .._common.sentencepiece_json import is_sentencepiece
+from ..config.settings import BinarizeChatSettings
 from ..formats.dataset import digest_file, digest_vocabulary
 from ..formats.indexed import best_dtype
 from ..io.jsonl import BadLineError

@@ -39,6 +39,19 @@ MAX_VARINT_SHIFT = 63
 REMEDY = 'give a tokenizer.json: transformers writes it by AutoTokenizer.from_pretrained("DIR").save_pretrained("DIR")'
 
 
+def is_sentencepiece(path: Path) -> bool:
+    """Whether a tokenizer's file is a SentencePiece model, by its name."""
+    return path.suffix == ".model"
+
+
+def tokenizer_file_of(path: Path) -> Path:
+    """The tokenizer's file in a directory: ``tokenizer.json``, else a SentencePiece model; another path itself."""
+    if not path.is_dir():
+        return path
+    document, model = path / "tokenizer.json", path / "tokenizer.model"
+    return model if model.is_file() and not document.is_file() else document
+
+
 def read_tokenizer_document(model: Path, config: Path | None) -> tuple[SentencePieceModel, dict[str, Any]]:
     """A model file, and its ``tokenizer.json``.
 

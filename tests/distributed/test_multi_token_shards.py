@@ -61,7 +61,10 @@ CASES = {
             moves=((3, vee(cut(2, 3, FIRST, FIRST + 1))), (6, vee(cut(2, 2, 4, LAST)))),
         ),
     ),
-    "3 workers, 1f1b, a depth on each": (3, replace(SHARDED, start=cut(3, FIRST, FIRST + 1))),
+    "3 workers, zero-bubble, a depth on each": (
+        3,
+        replace(SHARDED, schedule="zero-bubble", start=cut(3, FIRST, FIRST + 1)),
+    ),
     "4 workers, 1f1b, bf16": (4, replace(SHARDED, precision="bf16", start=cut(4, 4, FIRST, LAST))),
     "2 workers, fp16, frozen table": (2, replace(SHARDED, precision="fp16", freeze_tied=True, moves=MOVES)),
 }

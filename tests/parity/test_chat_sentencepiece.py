@@ -254,7 +254,7 @@ def test_model_without_such_a_form_is_refused_by_name(tmp_path, options, config,
         read_tokenizer_document(tmp_path / "tokenizer.model", tmp_path / "tokenizer_config.json")
 
 
-def test_file_without_a_model_is_refused(tmp_path):
+def test_file_of_another_format_is_refused(tmp_path):
     for text in (b"", b"{}", b"\x0a\xff\xff\xff", b"\xff" * 40):
         (tmp_path / "tokenizer.model").write_bytes(text)
         with pytest.raises(UsageError, match="not a SentencePiece model"):

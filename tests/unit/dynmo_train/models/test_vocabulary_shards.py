@@ -11,6 +11,7 @@ import torch
 from dynmo_train.models.cross_entropy import mean_linear_cross_entropy, token_weights
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.head import Head
+from dynmo_train.models.lora import LoraFamily, LoraSettings
 from dynmo_train.models.vocabulary_family import VocabularyShardedFamily, stored_rows, stored_ties, word_parameters
 from dynmo_train.models.vocabulary_shards import (
     WORDS,
@@ -48,7 +49,7 @@ def sharded(weight, x, labels, counts, count, cap=None):
     for _, add_gradient in outputs:
         add_gradient(whole.log_sum(), weights)
     gradient = torch.cat([shard.output.grad for shard in shards])
-    return whole.loss(weights), whole.input_gradient(weights), gradient
+    return whole.losses(weights)[0], whole.input_gradient(weights), gradient
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -218,3 +219,21 @@ def test_part_of_padding_alone_changes_nothing():
             assert torch.equal(one, other)
     nothing = padding.merged(padding)
     assert not any(tensor.isnan().any() for tensor in nothing.tensors)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_under_adapters_are_frozen_and_have_the_same_part(tied):
+    """They keep no exponentials for a gradient that nothing reads."""
+    sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1}
+    plain = Gpt(GptShape(**sizes, max_position_embeddings=8, vocab_size=20, padded_vocab_size=20, tied_embeddings=tied))
+    adapted = LoraFamily(plain, LoraSettings(rank=1, alpha=1.0, targets=("q_proj",)), seed=0)
+    frozen, trained = (
+        VocabularyShardedFamily(each, 2).build("vocabulary.1", torch.device("cpu")) for each in (adapted, plain)
+    )
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+    assert all(parameter.requires_grad for parameter in trained.parameters())
+    x, labels = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) + 8
+    (mine, add), (theirs, _) = frozen(x, labels), trained(x, labels)
+    assert all(torch.equal(a, b) for a, b in zip(mine.tensors, theirs.tensors, strict=True))
+    add(torch.zeros(6), torch.ones(6))
+    assert all(parameter.grad is None for parameter in frozen.parameters())
