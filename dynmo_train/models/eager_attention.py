@@ -18,9 +18,10 @@ chunks nor a recomputation change it, and the backward computes it again::
 
     grad v = (d p)^T grad y    e = d (grad y * v^T) - sum over K of grad y * y
 
-Memory: a chunk has at most ``CHUNK_SCORES`` scores, or one query of all samples and heads. The forward has two float32
-tensors of that size at a time, the backward four: 64 and 128 MiB, whatever the length of the sequence. Keys before the
-window, and those after the last query of a chunk, are not read.
+Memory: a chunk has at most ``CHUNK_SCORES`` scores, or one query of all samples and heads, whatever the length of the
+sequence. In units of a float32 tensor of that size, 32 MiB, the forward has two at a time, the backward four. A cap
+adds one to the backward, bfloat16 one to each, dropout one to the forward and up to two to the backward: at most three
+and seven. Keys before the window, and those after the last query of a chunk, are not read.
 
 Shapes in names: B samples, T queries, S keys, G key-value groups, P query heads of a group, H = G*P, K head width,
 c queries of a chunk, s keys of a chunk.

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from dynmo_train.cli import app
 from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.config.resolve import DRY_RUN_VALUES, dry_run_processes, dry_run_values
+from dynmo_train.models.eager_attention import CHUNK_SCORES, eager_attention
 from dynmo_train.models.layer_list import BoundaryShape, ItemSpec
 from dynmo_train.models.registry import boundary_of, family_of
 from dynmo_train.parallel.device_clock import CpuClock
@@ -83,6 +84,29 @@ def test_computed_activations_equal_profiled_ones(family_name):
     names = tuple(item.name for item in family.items)
     measured = sum(profiler.measurements().result(names, 1)["activation_bytes"])
     assert sum(memory.saved for memory in expected.values()) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cap", "dropout", "forward", "backward"),
+    [
+        (torch.float32, None, 0.0, 2, 4),
+        (torch.float32, 50.0, 0.1, 3, 7),
+        (torch.bfloat16, 50.0, 0.1, 3, 7),
+    ],
+)
+def test_eager_attention_has_the_tensors_that_its_module_lists(dtype, cap, dropout, forward, backward):
+    """In units of the scores of a chunk; queries and keys are small next to them."""
+
+    class Item(nn.Module):
+        def forward(self, hidden_BTD):
+            x_BHTK = hidden_BTD.unflatten(-1, (8, 16)).transpose(1, 2)
+            return eager_attention(x_BHTK, x_BHTK, x_BHTK, causal=True, cap=cap, dropout=dropout).flatten()
+
+    item = ItemSpec(name="a", layer="a", kind="layer", cut_before=True, reads=("hidden",))
+    boundary = BoundaryShape(shapes={"hidden": (1, 4096, 128)}, dtype=dtype)
+    found = item_memory(item, Item(), boundary, {}, recompute_runner("none"))
+    assert forward - 1 < found.forward / (4 * CHUNK_SCORES) < forward + 0.3
+    assert backward - 1 < found.backward / (4 * CHUNK_SCORES) < backward + 0.3
 
 
 def test_transient_memory_of_an_item():
