@@ -179,11 +179,10 @@ class PendingSave:
             for file in self._files:
                 checksums = write_shard(self._staging, file.name, file.tensors)
                 self._report += [{**entry, "crc32": checksums[entry["key"]]} for entry in file.entries]
-            if self._world.is_rank0 and self.metadata.tokenizer:
-                for name, path in self.metadata.tokenizer.items():
-                    target = self._staging / "tokenizer" / name
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, target)
+            for name, path in self.metadata.tokenizer.items() if self._world.is_rank0 else ():
+                target = self._staging / "tokenizer" / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
         # Kept, not raised: this may be a thread, and the other ranks wait in the collectives of ``finish``.
         except (OSError, DynmoError) as error:
             self._problem = f"rank {self._world.rank}: {error}"

@@ -5,7 +5,7 @@ import pytest
 from dynmo_ckpt.huggingface.models import hf_config, hf_model
 from dynmo_ckpt.huggingface.source_config import export_config, source_of
 from tests.unit.dynmo_ckpt import families
-from tests.unit.dynmo_ckpt.huggingface.test_published_decoders import PUBLISHED
+from tests.unit.dynmo_ckpt.huggingface.test_published_decoders import PUBLISHED, QWEN_3_MOE
 
 
 def test_export_config_ignores_how_experts_were_trained():
@@ -18,7 +18,9 @@ def test_export_config_ignores_how_experts_were_trained():
     assert "x_note" not in export_config(source, {**model, "moe_top_k": 1}, computed)
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each["model_type"])
+@pytest.mark.parametrize(
+    "published", [*PUBLISHED, QWEN_3_MOE | {"num_experts": 64}], ids=lambda each: each["model_type"]
+)
 def test_export_config_of_a_published_decoder_is_that_of_its_publisher(published):
     """Second names of keys count as well: Qwen's files state ``num_experts``, transformers' ``num_local_experts``."""
     model = hf_model(published, 1)
