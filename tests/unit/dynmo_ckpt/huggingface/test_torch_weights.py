@@ -97,11 +97,7 @@ def test_read_tensors_without_weights_names_other_files(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
 def test_codes_without_a_scale_are_refused(tmp_path, dtype):
-<<<<<<< HEAD
-    """A file of quantized weights without a setting for it in the configuration has a matrix of the right shape."""
-=======
     """A file of quantized weights without its configuration has a matrix of the right shape."""
->>>>>>> outsider
     directory, name = small_llama(tmp_path / "in"), "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | {name: (tensors[name] * 100).to(dtype)}, directory / "model.safetensors", {"format": "pt"})
