@@ -35,6 +35,8 @@ NOT_IN_CONFIG = (
 )
 # Keys that change no logit, but belong to this model: the conversion computes them.
 COMPUTED = (*DTYPE_KEYS, "model_type", "architectures")
+# vLLM reads them, the classes of transformers do not and leave them out.
+ROUTER_KEYS = ("scoring_func", "topk_method")
 LABEL_KEYS = ("num_labels", "id2label", "label2id")
 
 
@@ -77,7 +79,8 @@ def export_config(
         present = {key: computed["torch_dtype"] for key in DTYPE_KEYS if key in config}
         if model.get("mtp_num_layers"):
             present["num_nextn_predict_layers"] = model["mtp_num_layers"]
-        return {"architectures": computed["architectures"], **config, **present}
+        stated = {key: computed[key] for key in ROUTER_KEYS if key in computed}
+        return {"architectures": computed["architectures"], **stated, **config, **present}
     table = key_table()
     kind = table["model_types"].get(str(config.get("model_type")), {"irrelevant": {}, "mapped": {}})
     applicable = {*irrelevant_keys(table["every"]), *irrelevant_keys(kind)} - {*COMPUTED, *kind["mapped"]}

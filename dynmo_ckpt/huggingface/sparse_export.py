@@ -59,8 +59,8 @@ class SparseExport:
 def vllm_remark(layout: str, model: Mapping[str, Any]) -> str:
     """Whether vLLM reads a directory, for the report.
 
-    From the loader of vLLM 0.8.5: ``CompressedTensorsConfig.supports_cutlass_24`` accepts one layout, and
-    ``CompressedTensorsMoEMethod`` has no method for experts without quantization.
+    From the loaders of vLLM 0.8.5 to 0.18.1: ``CompressedTensorsConfig.supports_cutlass_24`` accepts one layout, and
+    ``CompressedTensorsMoEMethod`` has no method for experts without quantization. vLLM 0.32 refuses sparse layouts.
 
     Args:
         layout: ``SPARSE_24`` or ``UNSTRUCTURED``.
@@ -70,7 +70,7 @@ def vllm_remark(layout: str, model: Mapping[str, Any]) -> str:
         return f"does not read {layout}; without --sparse-format it reads the zeros in dense weights"
     if model.get("num_experts"):
         return "does not read sparse models with experts; without --sparse-format it reads the zeros in dense weights"
-    return "reads it in releases with a 2:4 kernel (0.8), on GPUs of compute capability 9.0"
+    return "reads it in releases 0.8 to 0.18, on GPUs of compute capability 9.0; later releases refuse sparse layouts"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ def test_execute_every_wrong_write_is_found(source, tmp_path, monkeypatch, tp):
         calls[0] += 1
         if calls[0] == wrong[0]:
             spoilt = bytearray(payload)
-            spoilt[len(spoilt) // 2] ^= 8
+            spoilt[(0, len(spoilt) // 2, -1)[calls[0] % 3]] ^= 8
             return own(descriptor, spoilt, offset)
         return own(descriptor, payload, offset)
 
