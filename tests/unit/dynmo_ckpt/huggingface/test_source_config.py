@@ -1,10 +1,7 @@
 """The kept ``config.json`` of a model that was trained afterwards."""
 
-<<<<<<< HEAD
 import pytest
 
-=======
->>>>>>> vllm
 from dynmo_ckpt.huggingface.models import hf_config, hf_model
 from dynmo_ckpt.huggingface.source_config import export_config, source_of
 from tests.unit.dynmo_ckpt import families
@@ -21,7 +18,6 @@ def test_export_config_ignores_how_experts_were_trained():
     assert "x_note" not in export_config(source, {**model, "moe_top_k": 1}, computed)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     "published", [*PUBLISHED, QWEN_3_MOE | {"num_experts": 64}], ids=lambda each: each["model_type"]
 )
@@ -32,7 +28,8 @@ def test_export_config_of_a_published_decoder_is_that_of_its_publisher(published
     expected = {key: value for key, value in published.items() if key != "auto_map"}
     assert export_config(source_of(published, None), model, computed) == expected
     assert hf_model(published, 1, ignored=("*",)) == model
-=======
+
+
 def test_export_config_names_the_router_of_deepseek_v3():
     """vLLM reads these keys; a configuration that transformers has saved does not have them."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -42,4 +39,3 @@ def test_export_config_names_the_router_of_deepseek_v3():
     router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     saved = {key: value for key, value in computed.items() if key not in router}
     assert export_config(source_of(saved, None), model, computed) == {**saved, **router}
->>>>>>> vllm
