@@ -4,7 +4,7 @@
     bin/shared/**       ──> PACKAGE/**                         copies
     NAME.schema.json    ──> PACKAGE/formats/NAME_fields.py     checks of the structure, from the owner's JSON Schema
     PACKAGE/cli/*.py    ──> PACKAGE/cli/OPTIONS.md             the options of every command, by concern
-    config/compat_flags.py ──> dynmo_train/cli/FLAGS.md        flags of other projects, by what they are here
+    config/compat/flags.py ──> dynmo_train/cli/FLAGS.md        flags of other projects, by what they are here
 
 Rules across fields (a reference, an order, a sum) stay in the hand-written readers, ``PACKAGE/formats/NAME.py``.
 

@@ -12,7 +12,8 @@ import typer
 from .._common.console import emit, print_message
 from .._common.errors import UsageError
 from .._common.option_groups import grouped
-from ..launch.hostfile import (
+from ..launch.options import SINGLE_NODE, ExitOptions
+from ..launch.schedulers.hostfile import (
     Host,
     HostfileOptions,
     HostJob,
@@ -22,9 +23,8 @@ from ..launch.hostfile import (
     read_hostfile,
     run_on_hosts,
 )
-from ..launch.job_script import parse_exports, with_environment
-from ..launch.kubernetes import KubernetesJob, ManifestKind, apply, manifests, usable_save_s
-from ..launch.options import SINGLE_NODE, ExitOptions
+from ..launch.schedulers.job_script import parse_exports, with_environment
+from ..launch.schedulers.kubernetes import KubernetesJob, ManifestKind, apply, manifests, usable_save_s
 from .common import need_torch
 from .launch import COMMAND_LAST, check_command, launch, run_processes
 

@@ -9,10 +9,10 @@ from .._common.console import emit, print_message
 from .._common.errors import UsageError
 from .._common.option_groups import grouped
 from ..formats.os_errors import reason
-from ..launch.job_script import parse_exports, task_cpus
-from ..launch.lsf import LsfJob, lsf_script
 from ..launch.options import BatchJob
-from ..launch.slurm import SlurmJob, slurm_script, submit_script
+from ..launch.schedulers.job_script import parse_exports, task_cpus
+from ..launch.schedulers.lsf import LsfJob, lsf_script
+from ..launch.schedulers.slurm import SlurmJob, slurm_script, submit_script
 from .launch import COMMAND_LAST, check_command, launch
 
 

@@ -9,7 +9,10 @@ import typer
 from .._common.console import Format, emit, emit_json, emit_table, print_message
 from .._common.help import CommandLine
 from ..config.command import with_specs
-from ..config.evaluation import (
+from ..config.fields import specs_of, values_of
+from ..config.panels import TASK
+from ..config.rules.task_effect import task_warnings
+from ..config.sections.evaluation import (
     ClassifyConfig,
     ExitsConfig,
     HarnessConfig,
@@ -17,9 +20,6 @@ from ..config.evaluation import (
     LambadaConfig,
     WikitextConfig,
 )
-from ..config.fields import specs_of, values_of
-from ..config.panels import TASK
-from ..config.rules.task_effect import task_warnings
 from ..config.task_command import TaskCommand, model_flags
 from .common import is_rank0, need_torch, world_size
 

@@ -14,11 +14,11 @@ from .._common.errors import EXIT_USAGE, UsageError
 from .._common.help import CommandLine
 from ..config import DefaultContext, read_config_file, resolve_checked
 from ..config.command import MegatronCommand, with_specs
-from ..config.evaluation import FinetuneConfig
 from ..config.fields import specs_of, values_of
 from ..config.panels import TASK_PANELS
 from ..config.resolve import built_in_specs
 from ..config.rules.task_effect import task_warnings
+from ..config.sections.evaluation import FinetuneConfig
 from .common import ConfigFile, ignore_signals_until_training, is_rank0, need_torch, world_size
 
 finetune = CommandLine(help="Fine-tune a BERT on a task.")

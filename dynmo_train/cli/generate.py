@@ -14,10 +14,10 @@ from .._common.console import Format, emit, emit_json, print_message
 from .._common.document import MAX_DOCUMENT_BYTES
 from .._common.errors import UsageError
 from ..config.command import with_specs
-from ..config.evaluation import GenerateConfig, InferenceConfig
 from ..config.fields import specs_of, values_of
 from ..config.panels import GENERATION
 from ..config.rules.task_effect import task_warnings
+from ..config.sections.evaluation import GenerateConfig, InferenceConfig
 from ..config.task_command import model_flags
 from ..formats.input_text import read_input
 from ..formats.os_errors import reason

@@ -16,8 +16,8 @@ from .._common.document import MAX_JOBS
 from .._common.errors import UsageError
 from .._common.help import CommandLine
 from .._common.option_groups import grouped
-from ..launch.hostfile import end_with_stdin
 from ..launch.options import SINGLE_NODE, Arguments, ExitOptions, NodeConfig, StartWith
+from ..launch.schedulers.hostfile import end_with_stdin
 from ..launch.worker_start import WorkerStart
 from .common import need_torch
 

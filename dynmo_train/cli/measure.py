@@ -149,7 +149,7 @@ def tune_sparse(
     """
     need_torch()
     from ..dynamics.tuning import model_shapes, table_document, tune, write_sparse_table
-    from ..models.sparse_formats import NEVER
+    from ..models.layers.sparse_formats import NEVER
 
     measured_on = _prepare(device, num_threads)
     shapes = model_shapes(hidden_size, ffn_hidden_size or 4 * hidden_size)

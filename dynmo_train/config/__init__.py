@@ -11,15 +11,8 @@
 
 from __future__ import annotations
 
-from .balance import BalanceConfig
 from .complete import resolve_checked
-from .compression import CompressionConfig
-from .data import DataConfig
-from .emulation import EmulationConfig
-from .optimizer import OptimizerConfig
 from .options import DefaultContext
-from .parallel import ParallelConfig
-from .precision import PrecisionConfig
 from .resolve import (
     config_document,
     config_of,
@@ -30,10 +23,17 @@ from .resolve import (
     resolve,
     with_deepspeed,
 )
-from .run import RunConfig
 from .schema import Config, ModelConfig
-from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
-from .training import TrainingConfig
+from .sections.balance import BalanceConfig
+from .sections.compression import CompressionConfig
+from .sections.data import DataConfig
+from .sections.emulation import EmulationConfig
+from .sections.optimizer import OptimizerConfig
+from .sections.parallel import ParallelConfig
+from .sections.precision import PrecisionConfig
+from .sections.run import RunConfig
+from .sections.techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
+from .sections.training import TrainingConfig
 from .validate import check, validate
 
 __all__ = [

@@ -14,7 +14,7 @@ from .._common.console import print_message
 from .._common.document import MAX_COUNT, DocumentError
 from .._common.help import HelpCommand
 from .._common.panel import Panel
-from .compat import translate
+from .compat.translate import translate
 from .extensions import base_family
 from .options import OptionSpec
 from .panels import PANELS

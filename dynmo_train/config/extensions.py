@@ -42,22 +42,22 @@ BALANCERS = (
 BALANCER_GROUP = "dynmo_balance.balancers"
 TECHNIQUE_GROUP, FAMILY_GROUP, OPTION_GROUP = "dynmo_train.techniques", "dynmo_train.families", "dynmo_train.options"
 
-# Techniques in the order in which their hooks are called. The options of these are in ``config/techniques.py``, so that
-# only the engine loads them.
+# Techniques in the order in which their hooks are called. The options of these are in
+# ``config/sections/techniques.py``, so that only the engine loads them.
 CORE_TECHNIQUES: Mapping[str, str] = {
     "pruning": "dynmo_train.dynamics.pruning:TECHNIQUE",
     "freezing": "dynmo_train.dynamics.freezing:TECHNIQUE",
     "adaptive_freezing": "dynmo_train.dynamics.plasticity:TECHNIQUE",
-    "token_selection": "dynmo_train.models.technique_blocks:TECHNIQUE",
+    "token_selection": "dynmo_train.models.techniques.technique_blocks:TECHNIQUE",
 }
 # Techniques whose file has their options as well: name of the TOML table -> ``TechniqueSpec``.
 TECHNIQUES: Mapping[str, str] = {"lora": "dynmo_train.dynamics.lora:TECHNIQUE"}
 FAMILIES: Mapping[str, str] = {
-    "gpt": "dynmo_train.models.gpt:FAMILY",
-    "llama": "dynmo_train.models.llama:FAMILY",
-    "bert": "dynmo_train.models.bert_tasks:FAMILY",
-    "ict": "dynmo_train.models.ict:FAMILY",
-    "t5": "dynmo_train.models.t5:FAMILY",
+    "gpt": "dynmo_train.models.families.gpt:FAMILY",
+    "llama": "dynmo_train.models.families.llama:FAMILY",
+    "bert": "dynmo_train.models.families.bert_tasks:FAMILY",
+    "ict": "dynmo_train.models.families.ict:FAMILY",
+    "t5": "dynmo_train.models.families.t5:FAMILY",
 }
 Loaded = TypeVar("Loaded")
 

@@ -16,11 +16,11 @@ from .._common.document import MAX_CONFIG_BYTES, DocumentError, Problem, parse_t
 from .._common.errors import UsageError
 from ..formats.input_text import read_input
 from ..formats.os_errors import reason
-from .deepspeed import read_deepspeed
+from .compat.deepspeed import read_deepspeed
+from .compat.torchtitan import torchtitan_advice
 from .extensions import base_family, installed_options, package_techniques
 from .options import DefaultContext, OptionSpec, Source, concern_specs
 from .schema import Config
-from .torchtitan import torchtitan_advice
 
 # Aliases of options in Megatron's scripts of one model family.
 ALIASES = {

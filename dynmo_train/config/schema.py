@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from .._common.document import MAX_EXPERTS, MAX_LAYERS
 from . import panels
-from .balance import BalanceConfig
 from .batch_schedule import (
     AnyBatchSizes,
     BatchPositions,
@@ -30,22 +29,23 @@ from .batch_schedule import (
     parse_batch_size_schedule,
     parse_ranges,
 )
-from .compression import CompressionConfig
-from .data import DataConfig
-from .emulation import EmulationConfig
 from .extensions import base_family
-from .ict import IctConfig
 from .layer_freq import parse_layer_freq
-from .layer_options import LayerOptions
-from .optimizer import OptimizerConfig
 from .options import Source, option
-from .parallel import ParallelConfig
 from .parse import batch_sizes_of, parse_balance, parse_layer_types, parse_rotary_scaling
-from .precision import PrecisionConfig
-from .run import RunConfig
-from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
-from .tracking import TrackingConfig
-from .training import TrainingConfig
+from .sections.balance import BalanceConfig
+from .sections.compression import CompressionConfig
+from .sections.data import DataConfig
+from .sections.emulation import EmulationConfig
+from .sections.ict import IctConfig
+from .sections.layer_options import LayerOptions
+from .sections.optimizer import OptimizerConfig
+from .sections.parallel import ParallelConfig
+from .sections.precision import PrecisionConfig
+from .sections.run import RunConfig
+from .sections.techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
+from .sections.tracking import TrackingConfig
+from .sections.training import TrainingConfig
 
 MoeRouting = Literal["topk", "expert-choice", "balanced"]
 ScoreFunction = Literal["softmax", "sigmoid"]

@@ -16,9 +16,9 @@ from .._common.console import print_message
 from .._common.document import DocumentError, Problem
 from .._common.errors import UsageError
 from .._common.help import HelpCommand
-from .compat import translate
-from .compat_flag import CompatFlag, becomes, ignored, refused
-from .compat_flags import FLAGS
+from .compat.flag import CompatFlag, becomes, ignored, refused
+from .compat.flags import FLAGS
+from .compat.translate import translate
 from .options import OptionSpec
 from .panels import TASK_PANELS
 from .parse import parse_layer_types, parse_rotary_scaling, repeat_pattern

@@ -22,7 +22,7 @@ from .._common.console import print_message
 from .._common.errors import UsageError
 from ..config import Config
 from ..config.batch_schedule import BatchPositions
-from ..config.data import Blend
+from ..config.sections.data import Blend
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
 from . import mock
 from .batch import Batch

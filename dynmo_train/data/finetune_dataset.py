@@ -20,7 +20,7 @@ import torch
 from .._common.document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text, short_repr
 from .._common.errors import UsageError
 from ..formats.os_errors import reason
-from ..models.bert_tasks import NO_LABEL, TaskHead
+from ..models.families.bert_tasks import NO_LABEL, TaskHead
 from .tokenizer import Tokenizer
 from .vocabulary import make_vocabulary
 

@@ -18,7 +18,7 @@ from .._common.document import (
 )
 from .._common.errors import MissingExtraError, UsageError
 from .._common.sentencepiece_json import read_tokenizer_document
-from ..config.data import default_tokenizer_type
+from ..config.sections.data import default_tokenizer_type
 from ..formats.os_errors import reason
 
 # Names of the end-of-document token, in order of preference.

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from .._common.console import human_bytes
 from ..config.extensions import TechniqueSpec
+from ..models.families.multi_token import is_prediction
+from ..models.families.vocabulary_family import stored_ties, word_parameters
 from ..models.layer_list import SUBLAYERS, ItemSpec, parameters_of
-from ..models.multi_token import is_prediction
-from ..models.vocabulary_family import stored_ties, word_parameters
 from ..parallel.process_groups import World, all_gather_objects
 from .technique import Event, Technique, TechniqueBuilder, TechniqueContext
 

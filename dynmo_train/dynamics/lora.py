@@ -131,8 +131,8 @@ def _build(config: Config) -> TechniqueBuilder | None:
         return None
 
     def build(context: TechniqueContext) -> Technique:
+        from ..models.families.vocabulary_family import VocabularyShardedFamily
         from ..models.lora import LoraFamily
-        from ..models.vocabulary_family import VocabularyShardedFamily
 
         family = context.family
         if isinstance(family, VocabularyShardedFamily):

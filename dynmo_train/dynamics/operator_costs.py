@@ -33,15 +33,15 @@ from torch import nn
 
 from .. import __version__
 from .._common.document import envelope
-from ..models.blocks import SelfAttention
-from ..models.early_exit import EXITED, ExitSettings, Measure
-from ..models.gpt import Gpt, GptShape
-from ..models.hashed_attention import FLEX_TILE, SMALLEST_TILE
+from ..models.attention.hashed_attention import FLEX_TILE, SMALLEST_TILE
+from ..models.attention.self_attention import SelfAttention
+from ..models.experts.moe_shape import MoeShape
+from ..models.families.gpt import Gpt, GptShape
 from ..models.layer_list import ItemOutput, masks_of
-from ..models.mixture_of_depths import DepthSettings
-from ..models.moe_shape import MoeShape
-from ..models.sparse_formats import BLOCK, CSR, SEMI_STRUCTURED, TRANSPOSABLE, SparseTable, prefix_of
-from ..models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
+from ..models.layers.sparse_formats import BLOCK, CSR, SEMI_STRUCTURED, TRANSPOSABLE, SparseTable, prefix_of
+from ..models.techniques.early_exit import EXITED, ExitSettings, Measure
+from ..models.techniques.mixture_of_depths import DepthSettings
+from ..models.techniques.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from .tuning import forms_of, mask_with, timed
 
 FORMAT, VERSION = "dynmo.operator_costs", 1

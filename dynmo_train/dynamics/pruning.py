@@ -21,7 +21,7 @@ import torch
 
 from ..config.extensions import TechniqueSpec
 from ..models.layer_list import masks_of
-from ..models.linear import PrunableLinear
+from ..models.layers.linear import PrunableLinear
 from ..parallel.process_groups import World, sum_over, sum_over_model
 from .pruning_units import PruningRule, Units, single_weights, units_of
 from .technique import Event, Technique, TechniqueBuilder, TechniqueContext

@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..models.blocks import SelfAttention
-from ..models.feed_forward import FeedForward
-from ..models.latent_attention import LatentAttention
-from ..models.linear import PrunableLinear
-from ..models.sparse_formats import BLOCK_SIZE
+from ..models.attention.latent_attention import LatentAttention
+from ..models.attention.self_attention import SelfAttention
+from ..models.layers.feed_forward import FeedForward
+from ..models.layers.linear import PrunableLinear
+from ..models.layers.sparse_formats import BLOCK_SIZE
 
 Mode = Literal["unstructured", "2:4", "2:4-transposable", "block", "structured"]
 Scope = Literal["global", "layer"]

@@ -2,7 +2,7 @@
 
 ``dynmo-train tune-sparse`` measures the forward and both gradients of each weight shape of a model, in each sparse
 format that the device has: CSR and blocks on CPUs, these and 2:4 on GPUs. ``--sparse-table`` reads the result
-(``models/sparse_formats.py`` applies it).
+(``models/layers/sparse_formats.py`` applies it).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from .._common.document import DocumentError, read_any_json
 from .._common.errors import UsageError
 from ..formats.os_errors import reason
-from ..models.linear import PrunableLinear
-from ..models.sparse_formats import (
+from ..models.layers.linear import PrunableLinear
+from ..models.layers.sparse_formats import (
     BLOCK_SIZE,
     BLOCK_SIZES,
     CSR,

@@ -17,7 +17,7 @@ from typing import Any
 from .._common.chat_template import ChatTemplate, ConversationError, Message, open_chat_template
 from .._common.document import MAX_DOCUMENT_BYTES, parse_any_json
 from .._common.errors import UsageError
-from ..config.evaluation import InferenceConfig
+from ..config.sections.evaluation import InferenceConfig
 from ..data.tokenizer import SENTENCE_PIECE, Tokenizer, TokenizerFiles, open_chat_tokenizer
 
 HUGGING_FACE = "HuggingFaceTokenizer"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
-from ..config.evaluation import ClassifyConfig, InferenceConfig
+from ..config.sections.evaluation import ClassifyConfig, InferenceConfig
 from ..config.task_command import check_model_flags
 from ..data.batch import Batch
 from ..data.finetune_dataset import TASKS, PairData, build_pairs
-from ..models.bert_tasks import HITS, task_of_manifest
+from ..models.families.bert_tasks import HITS, task_of_manifest
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World
 from .forward_engine import load_forward_engine

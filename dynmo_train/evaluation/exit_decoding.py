@@ -25,12 +25,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..models.blocks import Embedding, SelfAttention
-from ..models.early_exit import ActiveTokens, Exit, response_of
-from ..models.head import Head
-from ..models.key_values import KVCache
+from ..models.attention.key_values import KVCache
+from ..models.attention.self_attention import SelfAttention
 from ..models.kv_cache import rotaries_of, rotation_of
 from ..models.layer_list import ItemSpec, ModelFamily, output_of
+from ..models.techniques.early_exit import ActiveTokens, Exit, response_of
+from ..models.vocabulary.embedding import Embedding
+from ..models.vocabulary.head import Head
 
 
 @dataclass(frozen=True, kw_only=True)

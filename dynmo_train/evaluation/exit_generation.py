@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .._common.errors import UsageError
-from ..config.evaluation import InferenceConfig
+from ..config.sections.evaluation import InferenceConfig
 from ..models.kv_cache import store_by_columns
 from ..parallel.process_groups import World
 from .exit_decoding import DecodedTokens, ExitThreshold

@@ -34,12 +34,12 @@ from torch import nn
 
 from .._common.console import progress
 from .._common.errors import UsageError
-from ..config.evaluation import ExitsConfig, InferenceConfig
-from ..models.early_exit import Exit
-from ..models.head import Head
+from ..config.sections.evaluation import ExitsConfig, InferenceConfig
 from ..models.kv_cache import Decoder, DecodingCache, store_by_columns
 from ..models.layer_list import ItemOutput, ModelFamily, output_of
-from ..models.technique_blocks import DynamicFamily
+from ..models.techniques.early_exit import Exit
+from ..models.techniques.technique_blocks import DynamicFamily
+from ..models.vocabulary.head import Head
 from ..parallel.process_groups import World
 from .exit_decoding import Decode, DecodedTokens, Ends, ExitThreshold, SegmentDecoder, exits_of, never, set_threshold
 from .forward_engine import load_forward_engine

@@ -22,15 +22,15 @@ from .._common.console import print_message
 from .._common.document import short_repr
 from .._common.errors import EXIT_OK, EXIT_RELAUNCH, DynmoError, UsageError
 from ..config import Config
-from ..config.evaluation import FinetuneConfig
+from ..config.sections.evaluation import FinetuneConfig
 from ..data.batch import Batch
 from ..data.finetune_dataset import TASKS, PairData, build_pairs, join_pairs
 from ..data.tokenizer import TokenizerFiles, open_tokenizer
 from ..formats.checkpoint import Checkpoint
 from ..launch.exit_status import EXIT_NOT_FINITE
 from ..launch.failure_record import recording_failure
-from ..models.bert import Bert
-from ..models.bert_tasks import BertTask
+from ..models.families.bert import Bert
+from ..models.families.bert_tasks import BertTask
 from ..models.layer_list import BoundaryShape, parameters_of
 from ..models.registry import family_of
 from ..optim.item_state import ItemState

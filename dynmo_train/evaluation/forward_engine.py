@@ -31,11 +31,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .._common.errors import UsageError
-from ..config.evaluation import InferenceConfig
+from ..config.sections.evaluation import InferenceConfig
 from ..data.batch import Batch
 from ..formats.checkpoint import Checkpoint
-from ..models.early_exit import EXITED
-from ..models.feed_forward import join_gated_layers
+from ..models.families.multi_token import PREDICTION
 from ..models.layer_list import (
     EXPERT_BIAS,
     HIDDEN,
@@ -48,9 +47,10 @@ from ..models.layer_list import (
     output_of,
     parameters_of,
 )
+from ..models.layers.feed_forward import join_gated_layers
+from ..models.layers.sparse_formats import BUILT_IN, SparseTable
 from ..models.lora import merge_adapters
-from ..models.multi_token import PREDICTION
-from ..models.sparse_formats import BUILT_IN, SparseTable
+from ..models.techniques.early_exit import EXITED
 from ..optim.item_sharding import ItemBuilder, ItemSharding
 from ..optim.precision import float32_matmuls
 from ..parallel.consensus import run_on_all_ranks

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._common.errors import UsageError
-from ..config.evaluation import InferenceConfig
 from ..config.fields import values_of
+from ..config.sections.evaluation import InferenceConfig
 from ..data.tokenizer import Tokenizer
-from ..models.token_scores import ScoringFamily
+from ..models.vocabulary.token_scores import ScoringFamily
 from ..parallel.process_groups import World
 from .forward_engine import ForwardEngine, load_forward_engine
 from .model_checkpoint import ModelCheckpoint, model_tokenizer, open_causal_model

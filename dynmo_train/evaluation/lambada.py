@@ -16,7 +16,7 @@ import numpy as np
 from .._common.console import print_message
 from .._common.document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
 from .._common.errors import UsageError
-from ..config.evaluation import InferenceConfig, LambadaConfig
+from ..config.sections.evaluation import InferenceConfig, LambadaConfig
 from ..data.tokenizer import Tokenizer
 from ..formats.os_errors import reason
 from ..parallel.consensus import run_on_all_ranks

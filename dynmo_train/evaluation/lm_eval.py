@@ -20,7 +20,7 @@ from typing import Any
 from .._common.console import print_message
 from .._common.document import read_any_json
 from .._common.errors import DynmoError, MissingExtraError
-from ..config.evaluation import HarnessConfig
+from ..config.sections.evaluation import HarnessConfig
 from ..parallel.process_groups import check_device
 from ..trainer.checkpoint.load_checkpoint import is_hugging_face
 from .lm_eval_data import find_data, parse_tasks, read_rows, write_task

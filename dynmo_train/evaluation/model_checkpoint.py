@@ -18,8 +18,8 @@ import torch
 
 from .._common.console import print_message
 from .._common.errors import UsageError
-from ..config.evaluation import InferenceConfig
 from ..config.extensions import base_family
+from ..config.sections.evaluation import InferenceConfig
 from ..config.task_command import check_model_flags
 from ..data.tokenizer import Tokenizer, TokenizerFiles, load_tokenizer, open_tokenizer
 from ..formats.checkpoint import Checkpoint, list_checkpoints, open_checkpoint

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 
 from .._common.console import progress
-from ..config.evaluation import InferenceConfig
+from ..config.sections.evaluation import InferenceConfig
 from ..data.batch import Batch
-from ..models.token_scores import HITS, LOSSES, ScoringFamily
+from ..models.vocabulary.token_scores import HITS, LOSSES, ScoringFamily
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World
 from .forward_engine import load_forward_engine

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
-from ..config.evaluation import InferenceConfig
+from ..config.sections.evaluation import InferenceConfig
 from ..data.tokenizer import Tokenizer
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World, all_gather_objects

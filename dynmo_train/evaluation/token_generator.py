@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..models.early_exit import EXITED
+from ..models.families.multi_token import PREDICTION
 from ..models.kv_cache import Decoder, DecodingCache, is_ragged_safe, store_by_columns
-from ..models.multi_token import PREDICTION
 from ..models.packed_linear import can_pack, pack_weights
+from ..models.techniques.early_exit import EXITED
 from .forward_engine import ForwardEngine
 from .sampling import Sampling, next_tokens
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from .._common import document
 from .._common.errors import UsageError
-from ..config.evaluation import InferenceConfig, WikitextConfig
+from ..config.sections.evaluation import InferenceConfig, WikitextConfig
 from ..formats.os_errors import reason
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World

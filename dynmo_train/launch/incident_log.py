@@ -20,7 +20,7 @@ from ..formats.checkpoint.writer import STEP_NAME, read_latest
 from ..formats.incident import Incident
 from ..formats.run_lines import append_event
 from .exit_status import Failure, describe_exit, root_causes
-from .watchdog import Hang
+from .watch.watchdog import Hang
 
 RESTART_VARIABLE = "DYNMO_RESTART"
 _TAIL_BYTES = 1 << 16

@@ -26,8 +26,23 @@ from .._common.console import print_message
 from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, DynmoError, UsageError
 from ..formats.os_errors import reason
 from ..formats.run import take_resize_request
-from .continuation import CONTINUATION_VARIABLE, Continuation
-from .coordinator import Round, heartbeat_period_s
+from .elastic.continuation import CONTINUATION_VARIABLE, Continuation
+from .elastic.coordinator import Round, heartbeat_period_s
+from .elastic.growth import JOINING_VARIABLE, Joining
+from .elastic.joining_node import JoiningNode
+from .elastic.membership import Incarnation, Membership, NodeState, join_ranks
+from .elastic.node_agent import (
+    PeerFailureError,
+    WorkerGroupConfig,
+    interface_towards,
+    run_worker_group,
+    worker_environment,
+)
+from .elastic.node_continuation import FollowingNode, LeadingNode, NodeContinuation, connect_store
+from .elastic.node_growth import LeadingGrowth
+from .elastic.rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
+from .elastic.restart import fitting_nodes, layout_flags, pack_to_flags, process_count, resume_flags
+from .elastic.run_layout import RunLayout
 from .exit_status import (
     PERMANENT_CODES,
     Failure,
@@ -35,8 +50,6 @@ from .exit_status import (
     shell_exit_code,
 )
 from .failure_report import report_failures
-from .growth import JOINING_VARIABLE, Joining
-from .heartbeat import HEARTBEAT_VARIABLE
 from .incident_log import (
     Progress,
     death_incident,
@@ -47,19 +60,12 @@ from .incident_log import (
     restarts_used,
     write_incident,
 )
-from .joining_node import JoiningNode
-from .membership import Incarnation, Membership, NodeState, join_ranks
-from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
-from .node_continuation import FollowingNode, LeadingNode, NodeContinuation, connect_store
-from .node_growth import LeadingGrowth
-from .node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
-from .rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
-from .restart import fitting_nodes, layout_flags, pack_to_flags, process_count, resume_flags
-from .run_layout import RunLayout
 from .signal_files import remove_file
 from .waiting_signals import exit_on_signals
-from .watchdog import HangSettings
+from .watch.heartbeat import HEARTBEAT_VARIABLE
+from .watch.node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
+from .watch.watchdog import HangSettings
 from .worker_start import WorkerServer, WorkerStart, can_fork
 
 # Seconds from a death that a launcher has found until the ranks of all nodes know it.

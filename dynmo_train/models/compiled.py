@@ -34,20 +34,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._common.errors import UsageError
 from ..parallel.random_stream import draws_from_generator
-from .bert_tasks import BertTaskHead
-from .blocks import Embedding, SelfAttention
-from .cross_attention import CrossAttention
-from .documents import PackedEmbedding
-from .early_exit import ActiveTokens, Exit
-from .feed_forward import FeedForward, Mlp
-from .head import Head
-from .ict import Pooler, TowerEmbedding
-from .linear import PrunableLinear
-from .mixture_of_depths import RoutedBlock
-from .moe import MoeMlp
-from .norms import RmsNorm
-from .sharded_prediction import PREDICTIONS
-from .vocabulary_shards import FinalNorm, SummedEmbedding
+from .attention.cross_attention import CrossAttention
+from .attention.self_attention import SelfAttention
+from .experts.moe import MoeMlp
+from .families.bert_tasks import BertTaskHead
+from .families.ict import Pooler, TowerEmbedding
+from .families.sharded_prediction import PREDICTIONS
+from .layers.feed_forward import FeedForward, Mlp
+from .layers.linear import PrunableLinear
+from .layers.norms import RmsNorm
+from .techniques.early_exit import ActiveTokens, Exit
+from .techniques.mixture_of_depths import RoutedBlock
+from .vocabulary.embedding import Embedding, PackedEmbedding
+from .vocabulary.head import Head
+from .vocabulary.vocabulary_shards import FinalNorm, SummedEmbedding
 
 FORMS = 64
 INDUCTOR = "inductor"

@@ -32,11 +32,11 @@ import torch
 from torch import nn
 
 from .._common.errors import MissingExtraError, UsageError
-from .blocks import SelfAttention
-from .cross_attention import CrossAttention
-from .feed_forward import FeedForward
+from .attention.cross_attention import CrossAttention
+from .attention.self_attention import SelfAttention
 from .layer_list import ItemSpec
-from .linear import PrunableLinear
+from .layers.feed_forward import FeedForward
+from .layers.linear import PrunableLinear
 
 MULTIPLE = 16
 # Tensor cores of Ada and Hopper are the first with float8.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from .families.multi_token import is_prediction
+from .families.vocabulary_family import has_tied_output, prediction_depths, shard_names
 from .layer_list import ModelFamily, parameters_of
-from .multi_token import is_prediction
-from .vocabulary_family import has_tied_output, prediction_depths, shard_names
-from .vocabulary_shards import WORD_ROWS, shard_index
+from .vocabulary.vocabulary_shards import WORD_ROWS, shard_index
 
 
 def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 1) -> int:

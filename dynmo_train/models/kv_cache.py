@@ -13,18 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .blocks import CosSin, Embedding, SelfAttention
-from .early_exit import EXITED, ActiveTokens, Exit, active_tokens
-from .head import Head
-from .key_values import KVCache
-from .latent_attention import LatentAttention
+from .attention.key_values import KVCache
+from .attention.latent_attention import LatentAttention
+from .attention.positions import Rotary, RotaryKey
+from .attention.self_attention import CosSin, SelfAttention
+from .families.multi_token import is_prediction
 from .layer_list import ItemSpec, ModelFamily, output_of
-from .linear import PrunableLinear
-from .mixture_of_depths import RoutedBlock
-from .multi_token import is_prediction
-from .positions import Rotary, RotaryKey
-from .softcap import soft_cap
-from .sparse_formats import DENSE
+from .layers.linear import PrunableLinear
+from .layers.softcap import soft_cap
+from .layers.sparse_formats import DENSE
+from .techniques.early_exit import EXITED, ActiveTokens, Exit, active_tokens
+from .techniques.mixture_of_depths import RoutedBlock
+from .vocabulary.embedding import Embedding
+from .vocabulary.head import Head
 
 
 @dataclass

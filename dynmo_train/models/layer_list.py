@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from .linear import PrunableLinear
+from .layers.linear import PrunableLinear
 
 HIDDEN = "hidden"
 LOSS = "loss"

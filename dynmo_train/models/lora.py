@@ -31,10 +31,10 @@ from torch import nn
 from .._common.errors import UsageError
 from ..parallel.random_stream import item_dropout
 from ..parallel.seeding import stable_seed
-from .blocks import SelfAttention
-from .feed_forward import FeedForward
+from .attention.self_attention import SelfAttention
 from .layer_list import ItemSpec, ModelFamily
-from .linear import PrunableLinear
+from .layers.feed_forward import FeedForward
+from .layers.linear import PrunableLinear
 
 FIELD = "x_lora"
 """Key of a manifest's model that states the adapters."""

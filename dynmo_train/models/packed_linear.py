@@ -19,9 +19,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .head import Head
-from .latent_attention import LatentAttention
-from .linear import PrunableLinear
+from .attention.latent_attention import LatentAttention
+from .layers.linear import PrunableLinear
+from .vocabulary.head import Head
 
 _MKLDNN = torch.ops.mkldnn
 

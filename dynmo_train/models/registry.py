@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..config import Config
 from ..config.extensions import family_spec, technique_specs
+from .families.multi_token import PREDICTION
+from .families.sharded_prediction import with_predictions
+from .families.vocabulary_family import VocabularyShardedFamily
 from .layer_list import HIDDEN, BoundaryShape, ModelFamily
-from .multi_token import PREDICTION
-from .sharded_prediction import with_predictions
-from .vocabulary_family import VocabularyShardedFamily
-from .vocabulary_shards import WORDS
+from .vocabulary.vocabulary_shards import WORDS
 
 if TYPE_CHECKING:
-    from .decoder import Decoder, DecoderShape
+    from .families.decoder import Decoder, DecoderShape
 
 CAUSAL = ("gpt", "llama")
 

@@ -25,18 +25,19 @@ from ..parallel.collectives import ReplicaGather
 from ..parallel.context_parallel import ContextRegion
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.tensor_parallel import TensorRegion
-from .bert import BertHead
-from .blocks import Embedding, SelfAttention
-from .early_exit import ActiveTokens
-from .head import Head
-from .ict import RetrievalHead
+from .attention.self_attention import SelfAttention
+from .experts.moe import Experts, MoeMlp
+from .families.bert import BertHead
+from .families.ict import RetrievalHead
+from .families.multi_token import PredictionLayer
+from .families.sharded_prediction import PREDICTIONS, ShardedPrediction
 from .layer_list import ItemOutput
-from .linear import PrunableLinear
-from .mixture_of_depths import RoutedBlock
-from .moe import Experts, MoeMlp
-from .multi_token import PredictionLayer
-from .sharded_prediction import PREDICTIONS, ShardedPrediction
-from .vocabulary_shards import SummedEmbedding, TableRows, VocabularyShard
+from .layers.linear import PrunableLinear
+from .techniques.early_exit import ActiveTokens
+from .techniques.mixture_of_depths import RoutedBlock
+from .vocabulary.embedding import Embedding
+from .vocabulary.head import Head
+from .vocabulary.vocabulary_shards import SummedEmbedding, TableRows, VocabularyShard
 
 CONTEXT_LAYERS = (Embedding, SummedEmbedding, SelfAttention, MoeMlp, PredictionLayer)
 """Layers that read the tokens of other context-parallel ranks, or their places."""

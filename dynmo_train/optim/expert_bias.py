@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..models.moe import MoeMlp
+from ..models.experts.moe import MoeMlp
 from ..parallel.process_groups import sum_over
 
 

@@ -4,7 +4,7 @@
 
     before a step    owner: weights in the compute dtype --one message per item and pair of ranks--> copies
                      in flight until the item first runs
-    backward         each rank adds the gradients of its chunks (models/expert_sums.py)
+    backward         each rank adds the gradients of its chunks (models/experts/expert_sums.py)
     item is final    copies: float64 sums --one message per item and pair--> owner: + own sums -> float32 ``grad``
                      in flight until GradientReducer.finish
 
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..models.expert_sums import ExpertSums
-from ..models.moe import Experts
+from ..models.experts.expert_sums import ExpertSums
+from ..models.experts.moe import Experts
 from ..models.sharding import experts_of
 from ..parallel.expert_replicas import ReplicaDispatcher
 from .item_store import ItemStore

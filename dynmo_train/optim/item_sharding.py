@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..models.compiled import CompileSettings, compile_item
+from ..models.families.vocabulary_family import StoredRows, stored_rows
 from ..models.float8 import Float8Items, Float8Settings
 from ..models.layer_list import ModelFamily, vocabulary_rows
 from ..models.lora import is_adapter
@@ -30,7 +31,6 @@ from ..models.sharding import (
     join_step_counts,
     shard_experts,
 )
-from ..models.vocabulary_family import StoredRows, stored_rows
 from ..parallel.collectives import ReplicaGather
 from ..parallel.context_parallel import ContextRegion
 from ..parallel.expert_parallel import TokenDispatcher

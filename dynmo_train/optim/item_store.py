@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..models.blocks import Embedding
-from ..models.embedding_grad import PendingRows, most_pending
-from ..models.feed_forward import join_gated_layers
 from ..models.layer_list import expert_biases_of, masks_of, parameters_of
-from ..models.linear import PrunableLinear
+from ..models.layers.feed_forward import join_gated_layers
+from ..models.layers.linear import PrunableLinear
+from ..models.layers.sparse_formats import SparseTable
 from ..models.sharding import experts_of
-from ..models.sparse_formats import SparseTable
-from ..models.vocabulary_shards import VocabularyShard
+from ..models.vocabulary.embedding import Embedding
+from ..models.vocabulary.embedding_grad import PendingRows, most_pending
+from ..models.vocabulary.vocabulary_shards import VocabularyShard
 from .expert_bias import update_expert_biases
 from .item_sharding import ItemBuilder, ItemSharding
 from .item_state import FACTORS, REFERENCE, ItemState, is_memory, is_whole, parameter_of

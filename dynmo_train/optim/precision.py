@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from .._common.document import short_repr
 from .._common.errors import UsageError
 from ..models.float8 import Float8Settings
-from ..models.gated import are_stacked, stack
+from ..models.layers.gated import are_stacked, stack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ from torch import nn
 from torch.func import functional_call
 
 from .._common.errors import UsageError
-from ..models.blocks import SelfAttention
-from ..models.cross_attention import CrossAttention
-from ..models.feed_forward import Mlp
+from ..models.attention.cross_attention import CrossAttention
+from ..models.attention.self_attention import SelfAttention
 from ..models.layer_list import BoundaryShape, ItemSpec
-from ..models.linear import PrunableLinear
+from ..models.layers.feed_forward import Mlp
+from ..models.layers.linear import PrunableLinear
 from ..parallel.random_stream import ItemStream, drawing_from, draws_from_generator
 
 CAPTURED = (SelfAttention, CrossAttention, Mlp)

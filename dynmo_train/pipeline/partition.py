@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..models.layer_list import SUBLAYERS, ItemSpec
-from ..models.vocabulary_shards import ranks_of_shards
+from ..models.vocabulary.vocabulary_shards import ranks_of_shards
 
 Stages = tuple[tuple[str, ...], ...]
 

@@ -28,9 +28,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
 from torch.distributed.tensor import DTensor
 
-from ..launch.heartbeat import Phase
+from ..launch.watch.heartbeat import Phase
+from ..models.families.sharded_prediction import is_ahead
 from ..models.layer_list import BoundaryShape
-from ..models.sharded_prediction import is_ahead
 from ..optim.compression.boundary import BoundaryCodec
 from ..parallel.fsdp import accumulate_sharded_grads
 from .stage_module import StageModule

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..dynamics.technique import Event
-from ..launch.heartbeat import silent_heartbeat
+from ..launch.watch.heartbeat import silent_heartbeat
 from ..parallel.device_clock import Clock
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World

@@ -46,10 +46,10 @@ from .._common.vocabulary_order import (
     with_shard_passes,
 )
 from ..data.batch import Batch
-from ..models.balance_losses import GLOBAL
 from ..models.compiled import CompileSettings
+from ..models.experts.balance_losses import GLOBAL
+from ..models.families.sharded_prediction import is_looked_up
 from ..models.layer_list import HIDDEN, BoundaryShape, ItemSpec, live_before, train_before
-from ..models.sharded_prediction import is_looked_up
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import float32_matmuls
 from ..parallel.fsdp import connect_items, share_streams

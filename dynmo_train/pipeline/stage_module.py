@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..models.aux_loss import with_losses
 from ..models.compiled import PRODUCTS, is_compiled
-from ..models.head import Head
+from ..models.experts.moe import counting_layers
 from ..models.layer_list import ItemOutput, ItemSpec, output_of
-from ..models.moe import counting_layers
+from ..models.vocabulary.head import Head
 from ..optim.precision import ComputeCopies
 from ..parallel.random_stream import ItemStream, StreamKeys, drawing_from, draws_from_generator
 from ..parallel.seeding import seeded

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..models.families.multi_token import LOSS_METRIC
+from ..models.families.sharded_prediction import PredictionTargets, prediction_item
+from ..models.families.vocabulary_family import VocabularyShardedFamily
 from ..models.layer_list import ModelFamily
-from ..models.multi_token import LOSS_METRIC
-from ..models.sharded_prediction import PredictionTargets, prediction_item
-from ..models.vocabulary_family import VocabularyShardedFamily
-from ..models.vocabulary_shards import (
+from ..models.vocabulary.vocabulary_shards import (
     WORDS,
     InjectLoss,
     VocabularyPart,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .._common.vocabulary_order import LEAD
-from ..models.vocabulary_shards import WORD_ROWS, VocabularyShard, shard_index
+from ..models.vocabulary.vocabulary_shards import WORD_ROWS, VocabularyShard, shard_index
 from ..optim.precision import ComputeCopies
 from ..parallel.process_groups import World
 from .profiler import LayerProfiler

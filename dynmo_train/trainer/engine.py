@@ -53,9 +53,9 @@ import torch
 from .._common.portable import peak_memory_bytes
 from ..data.batch import Batch
 from ..dynamics.technique import Event, Techniques
-from ..launch.heartbeat import HeartbeatWriter, Phase
+from ..launch.watch.heartbeat import HeartbeatWriter, Phase
+from ..models.families.vocabulary_family import shard_names
 from ..models.layer_list import ModelFamily
-from ..models.vocabulary_family import shard_names
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.compression.powersgd import ReplicaCodec
 from ..optim.compression.stats import merge_stats

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..dynamics.technique import TechniqueBuilder
-from ..models.sparse_formats import SparseTable
+from ..models.layers.sparse_formats import SparseTable
 from ..optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from ..optim.lr_schedule import LearningRate, WeightDecay
 from ..optim.optimizers.protocol import OptimizerSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .._common.console import print_message
 from ..config import Config
 from ..data.sample_format import Split
-from ..launch.heartbeat import Phase
+from ..launch.watch.heartbeat import Phase
 from .monitoring.training_log import TrainingLog
 from .setup import InitialState
 

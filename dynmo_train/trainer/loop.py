@@ -46,7 +46,7 @@ from ..data.loader import BatchLoader
 from ..data.tokenizer import TokenizerFiles
 from ..formats.checkpoint import step_of
 from ..launch.exit_status import EXIT_NOT_FINITE
-from ..launch.heartbeat import Phase
+from ..launch.watch.heartbeat import Phase
 from ..launch.worker import JOIN_FILE_VARIABLE
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.metadata import CheckpointMetadata, data_properties

@@ -19,8 +19,8 @@ from .._common.errors import EXIT_USAGE
 from ..config import Config
 from ..data.sample_format import SampleError
 from ..launch.failure_record import recording_failure
-from ..launch.flight_recorder import enable_recorder
-from ..launch.heartbeat import HeartbeatWriter, Phase, open_heartbeat
+from ..launch.watch.flight_recorder import enable_recorder
+from ..launch.watch.heartbeat import HeartbeatWriter, Phase, open_heartbeat
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, destroy_world
 from .failures import lost_another_rank, naming_causes

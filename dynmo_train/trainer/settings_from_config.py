@@ -24,13 +24,12 @@ from ..formats.plan import V_SCHEDULES, Plan, read_plan
 from ..formats.plan_check import validate_plan
 from ..formats.profile import analytic_keys
 from ..models.compiled import CompileSettings
-from ..models.decoder import layer_types_of
+from ..models.families.decoder import layer_types_of
+from ..models.families.sharded_prediction import is_looked_up
 from ..models.float8 import Float8Settings
 from ..models.flops import step_flops
 from ..models.layer_list import ItemSpec, ModelFamily
-from ..models.registry import boundary_of
-from ..models.sharded_prediction import is_looked_up
-from ..models.sparse_formats import (
+from ..models.layers.sparse_formats import (
     BUILT_IN,
     CSR,
     NEVER,
@@ -40,6 +39,7 @@ from ..models.sparse_formats import (
     block_rule,
     prefix_of,
 )
+from ..models.registry import boundary_of
 from ..optim.compression.settings import CompressionSettings
 from ..optim.lr_schedule import LearningRate, WeightDecay
 from ..optim.optimizers.registry import optimizer_settings

@@ -50,16 +50,23 @@ def import_graph(root: Path, package: str) -> dict[str, set[str]]:
     return {name: imports_of(name, files) for name in files}
 
 
-def folder_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same graph between the top-level entries of the package."""
+def folders_of(graph: dict[str, set[str]]) -> set[str]:
+    """Dotted names of the package and of all folders in it."""
+    return {name.rsplit(".", depth)[0] for name in graph for depth in range(1, name.count(".") + 1)}
 
-    def folder(name: str) -> str:
-        return ".".join(name.split(".")[:2])
 
-    folders: dict[str, set[str]] = {}
+def folder_graph(graph: dict[str, set[str]], folder: str) -> dict[str, set[str]]:
+    """The same graph between the entries of a folder: its modules and folders."""
+
+    def entry(name: str) -> str:
+        return ".".join(name.split(".")[: folder.count(".") + 2])
+
+    entries: dict[str, set[str]] = {}
     for name, imported in graph.items():
-        folders.setdefault(folder(name), set()).update(folder(each) for each in imported)
-    return {name: imported - {name} for name, imported in folders.items()}
+        if name.startswith(f"{folder}."):
+            inside = {entry(each) for each in imported if each.startswith(f"{folder}.")}
+            entries.setdefault(entry(name), set()).update(inside - {entry(name)})
+    return entries
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -86,9 +93,10 @@ def test_modules_import_one_way(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_folders_import_one_way(package):
-    graph = folder_graph(import_graph(ROOT, package))
-    assert sum(map(len, graph.values())) > 10
-    assert circle(graph) == []
+    graph = import_graph(ROOT, package)
+    assert sum(map(len, folder_graph(graph, package).values())) > 10
+    circles = {folder: circle(folder_graph(graph, folder)) for folder in folders_of(graph)}
+    assert {folder: found for folder, found in circles.items() if found} == {}
 
 
 @pytest.mark.parametrize(
@@ -115,4 +123,22 @@ def test_circles_are_found(tmp_path, lower, files_circle, folders_circle):
         (tmp_path / name).write_text(text)
     graph = import_graph(tmp_path, "p")
     assert bool(circle(graph)) is files_circle
-    assert bool(circle(folder_graph(graph))) is folders_circle
+    assert bool(circle(folder_graph(graph, "p"))) is folders_circle
+
+
+def test_circles_are_found_below_the_top(tmp_path):
+    for name, text in {
+        "p/__init__.py": "",
+        "p/a/__init__.py": "",
+        "p/a/upper/__init__.py": "",
+        "p/a/upper/high.py": "from ..lower import low",
+        "p/a/upper/other.py": "y = 1",
+        "p/a/lower/__init__.py": "",
+        "p/a/lower/low.py": "from ..upper.other import y",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    graph = import_graph(tmp_path, "p")
+    assert folders_of(graph) == {"p", "p.a", "p.a.upper", "p.a.lower"}
+    assert circle(folder_graph(graph, "p")) == []
+    assert circle(folder_graph(graph, "p.a")) != []

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from dynmo_train.data.batch import Batch
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import BoundaryShape
-from dynmo_train.models.sparse_formats import SparseTable
+from dynmo_train.models.layers.sparse_formats import SparseTable
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.parallel.process_groups import World

@@ -23,11 +23,11 @@ from statistics import mean
 import torch
 
 from dynmo_train.data.batch import Batch
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.experts.router import RouterShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import BoundaryShape
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.router import RouterShape
-from dynmo_train.models.sparse_formats import BUILT_IN
+from dynmo_train.models.layers.sparse_formats import BUILT_IN
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.parallel.process_groups import destroy_world, init_world

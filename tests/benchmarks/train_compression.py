@@ -29,7 +29,7 @@ from torch import nn
 from train_compression_runs import prepare
 
 from dynmo_train._common.console import emit
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.optim.compression.boundary import BoundaryCodec
 from dynmo_train.optim.compression.lowrank import FactorShape, initial_factor, orthonormalize
 from dynmo_train.optim.compression.settings import CompressionSettings

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 from plain_engine import constant, engine_batch, engine_of, gpt_of
 
-from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.parallel.process_groups import World, init_world
 from tests.distributed.workers import run_workers
 

@@ -55,7 +55,7 @@ def batch(ids: torch.Tensor, sizes: Sizes, step: int) -> tuple[torch.Tensor, tor
 def family_of(name: str, sizes: Sizes):
     from plain_engine import gpt_of
 
-    from dynmo_train.models.llama import Llama, LlamaShape
+    from dynmo_train.models.families.llama import Llama, LlamaShape
 
     if name == "gpt":
         common = {"layers": sizes.layers, "width": sizes.width, "heads": sizes.heads}

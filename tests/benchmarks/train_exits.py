@@ -27,9 +27,9 @@ from plain_engine import engine_of, gpt_of
 from dynmo_train.data.batch import Batch
 from dynmo_train.evaluation.exit_decoding import ExitThreshold, exits_of, set_threshold
 from dynmo_train.evaluation.exits import ExitModel, decoded_results, report, score_windows
-from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.kv_cache import store_by_columns
-from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
+from dynmo_train.models.techniques.early_exit import ExitSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.parallel.process_groups import init_world
 

@@ -31,11 +31,11 @@ import torch
 from dynmo_balance._common.console import emit
 from dynmo_balance.partition.experts import EVEN, FREE, ExpertProblem, contiguous, place
 from dynmo_train.data.batch import Batch
-from dynmo_train.models.expert_sums import ExpertSums, chunk_linear
-from dynmo_train.models.feed_forward import FeedForward
-from dynmo_train.models.gpt import Gpt
+from dynmo_train.models.experts.expert_sums import ExpertSums, chunk_linear
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.families.gpt import Gpt
 from dynmo_train.models.layer_list import HIDDEN, LOSS
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.layers.feed_forward import FeedForward
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.expert_chunks import Hosts, host_ranges
 from dynmo_train.parallel.process_groups import World, all_gather_objects, set_parallel_dims

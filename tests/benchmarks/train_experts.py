@@ -20,9 +20,9 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynmo_train.models import grouped_linear
-from dynmo_train.models.moe import MoeMlp
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.experts.moe import MoeMlp
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.layers import grouped_linear
 
 CALLS = 5
 Program = Callable[[torch.Tensor], torch.Tensor]

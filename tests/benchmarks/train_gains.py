@@ -24,11 +24,11 @@ from plain_engine import constant, engine_batch, gpt_of
 from random_batches import random_rows
 
 from dynmo_train.dynamics.freezing import LayerFreezing
-from dynmo_train.models.early_exit import Exit, ExitSettings
-from dynmo_train.models.gpt import Gpt
+from dynmo_train.models.families.gpt import Gpt
 from dynmo_train.models.layer_list import BoundaryShape
-from dynmo_train.models.sparse_formats import SparseTable
-from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
+from dynmo_train.models.layers.sparse_formats import SparseTable
+from dynmo_train.models.techniques.early_exit import Exit, ExitSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.parallel.process_groups import World, init_world
 from dynmo_train.pipeline.partition import uniform_partition

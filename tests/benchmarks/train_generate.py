@@ -60,8 +60,8 @@ def reference(name: str) -> torch.nn.Module:
 def ours(model: torch.nn.Module, folder: Path, new: int, top_k: int):
     """What continues prompts with the same weights, through the native checkpoint."""
     from dynmo_ckpt.cli import app
-    from dynmo_train.config.evaluation import InferenceConfig
     from dynmo_train.config.fields import values_of
+    from dynmo_train.config.sections.evaluation import InferenceConfig
     from dynmo_train.evaluation.forward_engine import load_forward_engine
     from dynmo_train.evaluation.model_checkpoint import open_model
     from dynmo_train.evaluation.sampling import Sampling

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from train_engine_overhead import Sizes, batch_of, engine_of, log, processes
 
-from dynmo_train.launch.node_agent import KEEP_MEMORY
+from dynmo_train.launch.elastic.node_agent import KEEP_MEMORY
 from dynmo_train.parallel.process_groups import World, all_gather_objects
 from dynmo_train.pipeline.partition import Partition
 

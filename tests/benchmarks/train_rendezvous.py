@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynmo_train.launch.coordinator import Coordinator, append_record, decode_round
-from dynmo_train.launch.membership import Limits, NodeState, Record, RecordKind
+from dynmo_train.launch.elastic.coordinator import Coordinator, append_record, decode_round
+from dynmo_train.launch.elastic.membership import Limits, NodeState, Record, RecordKind
 
 
 @dataclass

@@ -23,10 +23,10 @@ from typing import Any
 import torch.distributed as dist
 from train_engine_overhead import log, processes
 
-from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.techniques.early_exit import ExitSettings
+from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicSettings, SparseAttentionSettings
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition
 

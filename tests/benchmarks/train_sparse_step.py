@@ -32,9 +32,9 @@ from random_batches import random_rows
 
 from dynmo_train.dynamics.tuning import mask_with
 from dynmo_train.models.layer_list import masks_of
-from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.models.sparse_formats import BLOCK, CSR, SparseTable
-from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.layers.sparse_formats import BLOCK, CSR, SparseTable
+from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from dynmo_train.parallel.process_groups import World, init_world
 
 DENSE = "dense"

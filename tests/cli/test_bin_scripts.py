@@ -23,7 +23,7 @@ import typer
 
 from dynmo_train.cli import app
 from dynmo_train.config import DefaultContext, config_of, option_specs, validate
-from dynmo_train.config.compat import translate
+from dynmo_train.config.compat.translate import translate
 from tests.paths import SHARED_DATA
 
 BIN = Path(__file__).parents[2] / "bin"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from dynmo_train.cli.explain_flags.published_scripts import find
 from dynmo_train.cli.explain_flags.script_commands import read_script
-from dynmo_train.config.compat import declared_name
-from dynmo_train.config.compat_flags import FLAGS
+from dynmo_train.cli.published_scripts import find
+from dynmo_train.config.compat.flags import FLAGS
+from dynmo_train.config.compat.translate import declared_name
 from dynmo_train.config.presets import read_recipe
 from dynmo_train.config.task_command import TASK_FLAGS
 

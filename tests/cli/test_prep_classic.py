@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_train.cli.explain_flags.published_scripts import find
+from dynmo_train.cli.published_scripts import find
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -27,7 +27,7 @@ from dynmo_tools.io import jsonl
 from dynmo_tools.runner import recipe, task_manifest
 from dynmo_tools.tokenization import definitions
 from dynmo_train._common.errors import DynmoError as TrainError
-from dynmo_train.config.deepspeed import read_deepspeed
+from dynmo_train.config.compat.deepspeed import read_deepspeed
 from dynmo_train.config.resolve import read_config_file
 from dynmo_train.data import finetune_dataset
 from dynmo_train.data import tokenizer as train_tokenizer

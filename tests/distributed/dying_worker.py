@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from dynmo_train.__main__ import run
-from dynmo_train.launch import heartbeat
-from dynmo_train.launch.heartbeat import Phase
+from dynmo_train.launch.watch import heartbeat
+from dynmo_train.launch.watch.heartbeat import Phase
 from dynmo_train.launch.worker import GENERATION_VARIABLE
 from dynmo_train.pipeline.stage_module import StageModule
 from dynmo_train.trainer.recovery import growth, peer_copies, survivor

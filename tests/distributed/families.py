@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from dynmo_train.data.gpt_dataset import document_starts
-from dynmo_train.models.bert import Bert, BertShape
-from dynmo_train.models.documents import STARTS
-from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.ict import CONTEXT, EMBEDDED, QUERY, Ict, IctShape
-from dynmo_train.models.latent_attention import LatentShape
+from dynmo_train.models.attention.documents import STARTS
+from dynmo_train.models.attention.latent_attention import LatentShape
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.experts.router import RouterShape
+from dynmo_train.models.families.bert import Bert, BertShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
+from dynmo_train.models.families.ict import CONTEXT, EMBEDDED, QUERY, Ict, IctShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
+from dynmo_train.models.families.multi_token import PREDICTION
+from dynmo_train.models.families.t5 import DECODER, ENCODER, T5, T5Shape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, ModelFamily
-from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.multi_token import PREDICTION
-from dynmo_train.models.router import RouterShape
-from dynmo_train.models.t5 import DECODER, ENCODER, T5, T5Shape
 
 VOCABULARY, WIDTH, TOKENS, ANSWERS = 50, 32, 16, 10
 COMMON = {

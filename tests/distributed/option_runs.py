@@ -9,8 +9,8 @@ import torch
 
 from dynmo_train.config import Config, DefaultContext, config_of
 from dynmo_train.data.batch import Batch
+from dynmo_train.models.experts.moe import MoeMlp
 from dynmo_train.models.layer_list import ModelFamily
-from dynmo_train.models.moe import MoeMlp
 from dynmo_train.models.registry import family_of
 from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from dynmo_train.pipeline.partition import Partition, uniform_partition

@@ -17,15 +17,15 @@ from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.dynamics.technique import TechniqueBuilder
 from dynmo_train.formats.plan import V_SCHEDULES
 from dynmo_train.models.compiled import CompileSettings
-from dynmo_train.models.early_exit import EXITED
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
+from dynmo_train.models.families.sharded_prediction import with_predictions
+from dynmo_train.models.families.vocabulary_family import VocabularyShardedFamily, prediction_depths
 from dynmo_train.models.float8 import Float8Settings
-from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFamily
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.sharded_prediction import with_predictions
-from dynmo_train.models.sparse_formats import SparseTable
-from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
-from dynmo_train.models.vocabulary_family import VocabularyShardedFamily, prediction_depths
+from dynmo_train.models.layers.sparse_formats import SparseTable
+from dynmo_train.models.techniques.early_exit import EXITED
+from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.optim.optimizers.adamw import AdamWSettings

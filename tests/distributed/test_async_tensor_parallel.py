@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dynmo_train.models.linear import PrunableLinear
+from dynmo_train.models.layers.linear import PrunableLinear
 from dynmo_train.parallel import async_tensor_parallel
 from dynmo_train.parallel.async_tensor_parallel import symmetric_memory_obstacle
 from dynmo_train.parallel.dims import ParallelDims

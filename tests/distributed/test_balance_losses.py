@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dynmo_train.models.balance_losses import GLOBAL, StepCounts
-from dynmo_train.models.moe import route
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.router import RouterShape
+from dynmo_train.models.experts.balance_losses import GLOBAL, StepCounts
+from dynmo_train.models.experts.moe import route
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.experts.router import RouterShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import set_parallel_dims
 from tests.distributed.layouts import CUT, D2, E2, OVERLAP, PD, T2, TE, ZERO, Layout, close, play_lists, play_named

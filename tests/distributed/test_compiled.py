@@ -18,7 +18,7 @@ from torch import nn
 from dynmo_train._common.errors import UsageError
 from dynmo_train.dynamics.pruning import CubicSchedule
 from dynmo_train.dynamics.pruning_units import PruningRule
-from dynmo_train.models.blocks import SelfAttention
+from dynmo_train.models.attention.self_attention import SelfAttention
 from dynmo_train.models.compiled import (
     CompiledMethod,
     CompileSettings,
@@ -27,12 +27,12 @@ from dynmo_train.models.compiled import (
     is_compiled,
     num_compiled_graphs,
 )
-from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.feed_forward import Mlp
-from dynmo_train.models.head import Head
-from dynmo_train.models.mixture_of_depths import DepthSettings
+from dynmo_train.models.layers.feed_forward import Mlp
 from dynmo_train.models.sharding import cut_item
-from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.techniques.early_exit import ExitSettings
+from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.vocabulary.head import Head
 from dynmo_train.optim.item_state import ItemState
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.random_stream import ItemStream, drawing_from

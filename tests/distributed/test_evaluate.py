@@ -34,8 +34,8 @@ def folder(tmp_path_factory):
 
 
 def evaluate(folder, pipeline, tensor):
-    from dynmo_train.config.evaluation import InferenceConfig, LambadaConfig, WikitextConfig
     from dynmo_train.config.fields import values_of
+    from dynmo_train.config.sections.evaluation import InferenceConfig, LambadaConfig, WikitextConfig
     from dynmo_train.evaluation.lambada import evaluate_lambada
     from dynmo_train.evaluation.model_checkpoint import evaluation_world
     from dynmo_train.evaluation.wikitext import evaluate_wikitext

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynmo_train.models.moe import MoeMlp
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.experts.moe import MoeMlp
+from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.models.sharding import shard_experts
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.expert_replicas import token_dispatcher

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dynmo_train.launch.find_command import program_path
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from dynmo_train.pipeline.migration import MoveError

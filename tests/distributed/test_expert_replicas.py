@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.parallel.dims import ParallelDims
 from tests.distributed.layouts import DE, E2, OVERLAP, PE, TE, Layout, close, play_lists
 from tests.distributed.scenario import Scenario

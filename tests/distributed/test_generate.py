@@ -30,8 +30,8 @@ def folder(tmp_path_factory):
 
 
 def write(folder, pipeline, tensor, batch, temperature, recompute):
-    from dynmo_train.config.evaluation import GenerateConfig, InferenceConfig
     from dynmo_train.config.fields import values_of
+    from dynmo_train.config.sections.evaluation import GenerateConfig, InferenceConfig
     from dynmo_train.evaluation.model_checkpoint import evaluation_world
     from dynmo_train.evaluation.sampling import Sampling
     from dynmo_train.evaluation.text_generator import GenerationSettings, TextGenerator

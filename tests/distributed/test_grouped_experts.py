@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from dynmo_train.models import grouped_linear
-from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.models.technique_blocks import DynamicSettings
+from dynmo_train.models.layers import grouped_linear
+from dynmo_train.models.techniques.early_exit import ExitSettings
+from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicSettings
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World
 from tests.distributed.layouts import E2, FAMILIES, T2, Layout, close, play_layouts

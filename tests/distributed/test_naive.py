@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-import dynmo_train.models.linear as linear_module
+import dynmo_train.models.layers.linear as linear_module
 import dynmo_train.parallel.random_stream as random_stream
 import dynmo_train.pipeline.pipeline_stage as pipeline_stage
 import dynmo_train.pipeline.stage_module as stage_module

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dynmo_train.config import config_of
+from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.models.layer_list import parameters_of
-from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.optim.optimizers.protocol import Update
 from dynmo_train.optim.optimizers.registry import OPTIMIZERS, optimizer_settings

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.techniques.early_exit import ExitSettings
+from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicSettings, SparseAttentionSettings
 from dynmo_train.parallel.dims import ParallelDims
 from tests.distributed.layouts import (
     CUT,

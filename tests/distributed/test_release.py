@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import dynmo_train.pipeline.migration as migration
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, all_gather_objects, set_parallel_dims
 from dynmo_train.parallel.shrink import without_workers

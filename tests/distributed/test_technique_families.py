@@ -10,11 +10,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynmo_train.dynamics.pruning_units import PruningRule
-from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.hashed_attention import hash_directions
+from dynmo_train.models.attention.hashed_attention import hash_directions
 from dynmo_train.models.layer_list import ItemOutput, output_of
-from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.techniques.early_exit import ExitSettings
+from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from dynmo_train.pipeline.partition import Partition
 from tests.distributed.families import SAMPLES
 from tests.distributed.scenario import Scenario, merged, play

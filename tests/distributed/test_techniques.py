@@ -10,10 +10,10 @@ import pytest
 
 from dynmo_train.dynamics.plasticity import PlasticityRule
 from dynmo_train.dynamics.pruning_units import PruningRule
-from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.techniques.early_exit import ExitSettings
+from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicSettings, SparseAttentionSettings
 from dynmo_train.pipeline.partition import Partition
 from tests.distributed.scenario import Scenario, calls_of_front, merged, play
 from tests.distributed.workers import run_workers

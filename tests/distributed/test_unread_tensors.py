@@ -62,8 +62,8 @@ def test_unchanged_checkpoint_is_loaded(saved, tmp_path):
 def open_for_evaluation(folder):
     """The message by which an evaluation refuses the checkpoint, on each rank; empty where it opens it."""
     from dynmo_train._common.errors import UsageError
-    from dynmo_train.config.evaluation import GenerateConfig, InferenceConfig
     from dynmo_train.config.fields import values_of
+    from dynmo_train.config.sections.evaluation import GenerateConfig, InferenceConfig
     from dynmo_train.evaluation.model_checkpoint import evaluation_world, open_causal_model
 
     size = int(os.environ["WORLD_SIZE"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.models.cross_entropy import linear_cross_entropy
+from dynmo_train.models.vocabulary.cross_entropy import linear_cross_entropy
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import set_parallel_dims
 from dynmo_train.parallel.tensor_parallel import tensor_region

@@ -38,7 +38,7 @@ STEPS = """
 import json, os, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from dynmo_train.launch.heartbeat import Phase, open_heartbeat
+from dynmo_train.launch.watch.heartbeat import Phase, open_heartbeat
 rank = int(os.environ["RANK"])
 Path("run/requests").mkdir(parents=True, exist_ok=True)
 beat = open_heartbeat(os.environ, 600.0)

@@ -12,8 +12,8 @@ from typing import Any
 
 import typer
 
-from dynmo_train.config.compat import declared_name
-from dynmo_train.config.compat_flags import FLAGS
+from dynmo_train.config.compat.flags import FLAGS
+from dynmo_train.config.compat.translate import declared_name
 from dynmo_train.config.task_command import TASK_FLAGS
 
 PACKAGES = {

@@ -88,7 +88,7 @@ class Episode:
 
     def launch(self, number: int) -> int:
         """The launcher of a host, in its process."""
-        from dynmo_train.launch import membership, rendezvous
+        from dynmo_train.launch.elastic import membership, rendezvous
         from dynmo_train.launch.launcher import LocalLaunch, launch_local
         from dynmo_train.launch.options import ExitOptions, NodeConfig
 

@@ -23,7 +23,7 @@ EXEMPT = {
     "dynmo_train.config.resolve:read_config_file": "parse_config_file",
     "dynmo_train.data.tokenizer:load_tokenizer": "open_tokenizer",
     "dynmo_train.formats.checkpoint.reader:load_manifest": "the targets of folders with a manifest call it",
-    "dynmo_train.launch.heartbeat:read_heartbeat": "parse_page",
+    "dynmo_train.launch.watch.heartbeat:read_heartbeat": "parse_page",
     "dynmo_train.launch.store_values:decode_value": "the targets of records of the store call it",
 }
 

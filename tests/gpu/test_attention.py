@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from dynmo_train.models.blocks import SelfAttention
-from dynmo_train.models.cross_attention import CrossAttention
-from dynmo_train.models.documents import STARTS, PackedAttention
+from dynmo_train.models.attention.cross_attention import CrossAttention
+from dynmo_train.models.attention.documents import STARTS, PackedAttention
+from dynmo_train.models.attention.self_attention import SelfAttention
 from dynmo_train.parallel.context_parallel import ContextRegion
-from tests.unit.dynmo_train.models.test_varlen import MASK, D, H
+from tests.unit.dynmo_train.models.attention.test_varlen import MASK, D, H
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 # Of 12 tokens, for context parallelism over two ranks.

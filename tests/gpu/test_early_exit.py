@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.models import grouped_linear
-from dynmo_train.models.early_exit import EXITED
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import output_of
-from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
-from tests.unit.dynmo_train.models.test_early_exit import EXITS
+from dynmo_train.models.layers import grouped_linear
+from dynmo_train.models.techniques.early_exit import EXITED
+from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings
+from tests.unit.dynmo_train.models.techniques.test_early_exit import EXITS
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in grouped_linear.FAST_CAPABILITIES,

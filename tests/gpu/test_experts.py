@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from dynmo_train.models import grouped_linear
-from dynmo_train.models.moe import MoeMlp
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.experts.moe import MoeMlp
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.layers import grouped_linear
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in grouped_linear.FAST_CAPABILITIES,

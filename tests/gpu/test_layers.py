@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.models import cross_entropy
-from dynmo_train.models.feed_forward import FeedForward
-from dynmo_train.models.gated import are_stacked
-from dynmo_train.models.norms import RmsNorm
-from dynmo_train.models.positions import Rotary
-from tests.unit.dynmo_train.models.test_cross_entropy import Alone
+from dynmo_train.models.attention.positions import Rotary
+from dynmo_train.models.layers.feed_forward import FeedForward
+from dynmo_train.models.layers.gated import are_stacked
+from dynmo_train.models.layers.norms import RmsNorm
+from dynmo_train.models.vocabulary import cross_entropy
+from tests.unit.dynmo_train.models.vocabulary.test_cross_entropy import Alone
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 D = 64

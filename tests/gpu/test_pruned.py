@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from dynmo_train.dynamics.tuning import mask_with
-from dynmo_train.models.linear import PrunableLinear
-from dynmo_train.models.sparse_formats import BLOCK, CSR, SEMI_STRUCTURED, TRANSPOSABLE, SparseTable
+from dynmo_train.models.layers.linear import PrunableLinear
+from dynmo_train.models.layers.sparse_formats import BLOCK, CSR, SEMI_STRUCTURED, TRANSPOSABLE, SparseTable
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 OUTPUTS, INPUTS, TOKENS = 256, 512, 192

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.hashed_attention import HashedAttention, hash_directions
+from dynmo_train.models.attention.hashed_attention import HashedAttention, hash_directions
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import output_of
-from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
+from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 BUCKETS = 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.models.cross_entropy import token_weights
-from dynmo_train.models.vocabulary_shards import VocabularyShard, merge_tree
+from dynmo_train.models.vocabulary.cross_entropy import token_weights
+from dynmo_train.models.vocabulary.vocabulary_shards import VocabularyShard, merge_tree
 from dynmo_train.parallel.device_clock import clock_for
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers import MegatronBertConfig
 
-from dynmo_train.models.family import ModelDims
+from dynmo_train.models.families.family import ModelDims
 
 
 def config_of(shape: ModelDims, num_layers: int) -> MegatronBertConfig:

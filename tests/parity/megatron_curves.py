@@ -20,7 +20,7 @@ from torch import nn
 from dynmo_train.cli import app
 from dynmo_train.cli.run_script.launchers import OurCommand, translate_program
 from dynmo_train.config import option_specs, resolve_checked
-from dynmo_train.config.compat import translate
+from dynmo_train.config.compat.translate import translate
 from dynmo_train.config.options import DefaultContext
 from dynmo_train.data.batch import Batch
 from dynmo_train.models.registry import family_of

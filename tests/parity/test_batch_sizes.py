@@ -10,7 +10,7 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config.batch_schedule import SUFFIXES, parse_batch_size_schedule
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.experts.moe_shape import MoeShape
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MegatronBertForPreTraining
 
-from dynmo_train.models.bert import Bert, BertShape
+from dynmo_train.models.families.bert import Bert, BertShape
 from dynmo_train.models.layer_list import ItemOutput
 from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 from tests.parity.megatron_bert import both, config_of, encoder

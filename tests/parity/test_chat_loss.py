@@ -9,7 +9,7 @@ import torch
 
 from dynmo_train.data.chat_dataset import COLUMNS
 from dynmo_train.data.sample_format import columns_to_tensors
-from dynmo_train.models.llama import Llama
+from dynmo_train.models.families.llama import Llama
 from tests.parity.item_stream import assert_same_gradients, build_all, copy_into, gradients, parameters, run
 from tests.parity.test_decoder_shapes import LLAMA, hugging_face, renamed
 from tests.unit.dynmo_train.data.test_chat_dataset import T, build, conversations

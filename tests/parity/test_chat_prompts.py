@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app
-from dynmo_train.config.evaluation import InferenceConfig
 from dynmo_train.config.fields import values_of
+from dynmo_train.config.sections.evaluation import InferenceConfig
 from dynmo_train.data.tokenizer import load_tokenizer
 from dynmo_train.evaluation.chat_prompts import Conversation, conversations_of, end_ids_of, of_user, open_chat_prompts
 from tests.chat_templates import CHATML, CONVERSATIONS, TEMPLATES, write_tokenizer

@@ -16,8 +16,8 @@ from dynmo_tools._common.sentencepiece_json import parse_sentencepiece, read_tok
 from dynmo_tools.config.settings import BinarizeChatSettings
 from dynmo_tools.tokenization.binarize_chat import chat_tokenizer
 from dynmo_tools.tokenization.conversations import conversation_of
-from dynmo_train.config.evaluation import InferenceConfig
 from dynmo_train.config.fields import values_of
+from dynmo_train.config.sections.evaluation import InferenceConfig
 from dynmo_train.evaluation.chat_prompts import Conversation, open_chat_prompts
 from tests.chat_templates import CHATML, CONVERSATIONS, INSTRUCTIONS, TURNS
 

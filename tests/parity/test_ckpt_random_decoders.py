@@ -27,9 +27,9 @@ from dynmo_ckpt.huggingface.deepseek import KINDS as DEEPSEEKS
 from dynmo_ckpt.huggingface.models import hf_config, hf_model
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.reference_model import load_array, model_logits
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.models.layer_list import EXPERT_BIAS
-from dynmo_train.models.llama import Llama, LlamaShape
 from tests.parity.item_stream import build_all, parameters, run
 
 COUNT = int(os.environ.get("DYNMO_RANDOM_DECODERS", "12"))

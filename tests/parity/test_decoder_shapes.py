@@ -11,12 +11,12 @@ import torch.nn.functional as F
 import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from dynmo_train.models.experts.moe import route
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.experts.router import RouterShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.models.kv_cache import Decoder as CachedDecoder
 from dynmo_train.models.kv_cache import DecodingCache
-from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.moe import route
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.router import RouterShape
 from tests.parity.item_stream import OF_LOGITS, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 
 TRAINED = 24

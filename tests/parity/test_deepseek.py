@@ -10,13 +10,13 @@ import torch.nn.functional as F
 import transformers
 
 from dynmo_balance.inputs.model_config import from_config
+from dynmo_train.models.attention.latent_attention import LatentShape
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.experts.router import RouterShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.models.kv_cache import Decoder as CachedDecoder
 from dynmo_train.models.kv_cache import DecodingCache
-from dynmo_train.models.latent_attention import LatentShape
 from dynmo_train.models.layer_list import parameters_of
-from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.router import RouterShape
 from tests.parity.item_stream import OF_LOGITS, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 
 LATENT = LatentShape(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=12, qk_pos_emb_head_dim=8, v_head_dim=10)

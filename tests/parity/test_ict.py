@@ -19,7 +19,7 @@ from dynmo_train.data.sample_format import SplitRequest
 from dynmo_train.data.sentence_spans import SpanSettings, build_sentence_spans
 from dynmo_train.data.vocabulary import make_vocabulary
 from dynmo_train.formats.indexed import IndexedDataset, open_indexed
-from dynmo_train.models.ict import Ict, IctShape
+from dynmo_train.models.families.ict import Ict, IctShape
 from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 from tests.parity.megatron_bert import both, config_of, encoder
 

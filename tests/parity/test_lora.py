@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dynmo_train.models.llama import Llama
+from dynmo_train.models.families.llama import Llama
 from dynmo_train.models.lora import TARGETS, LoraFamily, LoraSettings, is_adapter, merge_adapters, targets_of
 from dynmo_train.trainer.checkpoint.export_adapter import peft_name
 from tests.parity.item_stream import TOLERANCE, build_all, copy_into, parameters, run

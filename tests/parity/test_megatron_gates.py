@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app
-from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.models.registry import family_of_manifest
 from tests.parity.reference_models import check_logits, save_native
 from tests.parity.test_shared_experts import COMMON

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from transformers.modeling_layers import MtpModel
 
 from dynmo_train.models.aux_loss import with_losses
+from dynmo_train.models.families.llama import Llama
 from dynmo_train.models.layer_list import ItemOutput, output_of
-from dynmo_train.models.llama import Llama
 from tests.parity.item_stream import build_all, gradients, parameters
 from tests.parity.test_deepseek import V3, hugging_face, renamed, renamed_block
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.models.gpt import Gpt
-from dynmo_train.models.llama import Llama
+from dynmo_train.models.families.gpt import Gpt
+from dynmo_train.models.families.llama import Llama
 from dynmo_train.models.lora import LoraFamily, LoraSettings, is_adapter, merge_adapters
 from dynmo_train.trainer.checkpoint.export_adapter import ADAPTER_NAME
 from dynmo_train.trainer.checkpoint.peft_layout import layout_of, peft_config, peft_tensors

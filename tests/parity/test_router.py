@@ -7,9 +7,9 @@ import torch
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from dynmo_train.models.moe import route
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.router import RouterShape
+from dynmo_train.models.experts.moe import route
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.experts.router import RouterShape
 
 
 @pytest.mark.parametrize(("groups", "chosen"), [(8, 4), (4, 4), (1, 1)])

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app
-from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
 from tests.parity.reference_models import check_logits, save_native
 
 COMMON = {

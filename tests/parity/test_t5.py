@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import BlenderbotConfig, BlenderbotForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
-from dynmo_train.models.t5 import T5, T5Shape
+from dynmo_train.models.families.t5 import T5, T5Shape
 from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 
 LEARNED = T5Shape(

@@ -12,13 +12,13 @@ import typer
 from ..._common.console import Format, emit, emit_json, emit_table, print_message
 from ..._common.document import parse_toml
 from ..._common.errors import UsageError
-from ...config.compat_flag import CompatFlag, ignored, refused
-from ...config.compat_flags import FLAGS
+from ...config.compat.flag import CompatFlag, ignored, refused
+from ...config.compat.flags import FLAGS
 from ...config.resolve import option_specs
 from ...config.task_command import TASK_FLAGS, TaskCommand
 from ...formats.input_text import read_input
+from ..published_scripts import TABLE
 from .command_help import equivalent_script, explain_other_package
-from .published_scripts import TABLE
 from .python_commands import command_of_config
 from .python_config import read_python_config
 from .script_commands import (

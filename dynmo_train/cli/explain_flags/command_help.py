@@ -6,9 +6,9 @@ import itertools
 import re
 import subprocess
 
-from ...config.compat import is_flag
+from ...config.compat.translate import is_flag
 from ...launch.find_command import program_path
-from .published_scripts import CLASSIC_FLAGS, POSITIONAL_ARGUMENTS, find
+from ..published_scripts import CLASSIC_FLAGS, POSITIONAL_ARGUMENTS, find
 from .script_commands import FlagMeaning, ScriptCommand, flags_with_values
 
 _OPTION = re.compile(r"  (-\S.*?)(?:  +(\S.*))?$")

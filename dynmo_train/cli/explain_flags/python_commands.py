@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...config.compat_flag import CompatFlag
-from ...config.megatron_bridge import WITHOUT_OPTION, field_words, flag_of_field
+from ...config.compat.flag import CompatFlag
+from ...config.compat.megatron_bridge import WITHOUT_OPTION, field_words, flag_of_field
 from .python_config import PythonConfig, Unknown
 from .script_commands import BRIDGE_PROGRAM, TORCHTITAN_PROGRAM, FlagMeaning, ScriptCommand
 

@@ -8,11 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.compat import MULTI_WORD_FLAGS, TranslatedCommand, declared_name, is_flag, translate, values_after
-from ...config.compat_flag import CompatFlag
-from ...config.compat_flags import FLAGS
-from ...config.megatron_model import COMBINED_FLAGS
-from .published_scripts import LAUNCHERS, TASKS, find
+from ...config.compat.flag import CompatFlag
+from ...config.compat.flags import FLAGS
+from ...config.compat.megatron_model import COMBINED_FLAGS
+from ...config.compat.translate import (
+    MULTI_WORD_FLAGS,
+    TranslatedCommand,
+    declared_name,
+    is_flag,
+    translate,
+    values_after,
+)
+from ..published_scripts import LAUNCHERS, TASKS, find
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _EXPANSION = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^}]*))?\}|(\w+))")

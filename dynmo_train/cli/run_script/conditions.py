@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..explain_flags.published_scripts import find
+from ..published_scripts import find
 from .syntax import Place
 
 _FILE_TESTS: dict[str, Callable[[Path], bool]] = {

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..._common.errors import UsageError
-from ..explain_flags.published_scripts import find
+from ..published_scripts import find
 from .program_words import converter_words, harness_words
 
 OWN_PROGRAMS = ("dynmo-train", "dynmo-prep", "dynmo-plan", "dynmo-ckpt")

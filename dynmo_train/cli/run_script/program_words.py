@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ...config.compat import is_flag, values_after
+from ...config.compat.translate import is_flag, values_after
 
 
 def _pairs(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:

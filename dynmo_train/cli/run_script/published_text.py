@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 
-from ..explain_flags.published_scripts import find
+from ..published_scripts import find
 
 _ENTITY = re.compile(r"&(?:#60|#62|lt|gt);")
 _LINK = re.compile(r"<a\b[^<>]*>|</a>")

@@ -7,11 +7,11 @@ from dataclasses import fields
 
 from ..._common.document import MAX_ALL_EXPERTS, Problem
 from ..._common.errors import UsageError
-from ..ict import IctConfig
-from ..layer_options import LayerOptions
 from ..parse import FACTOR_LISTS, SINKHORN
 from ..resolve import ALIASES
 from ..schema import Config
+from ..sections.ict import IctConfig
+from ..sections.layer_options import LayerOptions
 from .problem import Rule, conflict, unsupported
 
 MOE_FAMILIES = DECODERS = ("gpt", "llama")

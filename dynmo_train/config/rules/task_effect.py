@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..evaluation import ExitsConfig, FinetuneConfig, GenerateConfig, InferenceConfig
 from ..fields import specs_of
 from ..options import DefaultContext, OptionSpec
+from ..sections.evaluation import ExitsConfig, FinetuneConfig, GenerateConfig, InferenceConfig
 
 MODEL_TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from ...config.optimizer import OptimizerConfig
+from ...config.sections.optimizer import OptimizerConfig
 from .protocol import Optimizer, OptimizerContext, StateShapes
 from .torch_groups import TorchGroups, empty_groups
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ...config.optimizer import OptimizerConfig
+from ...config.sections.optimizer import OptimizerConfig
 from ...models.layer_list import is_embedding_or_output
 from .mixed_adamw import MixedAdamW
 from .protocol import Optimizer, OptimizerContext, StateShapes, Update, decays

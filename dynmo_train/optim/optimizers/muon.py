@@ -24,7 +24,7 @@ from typing import ClassVar, Self
 import torch
 from torch import nn
 
-from ...config.optimizer import MuonCoefficientType, MuonScaleMode, MuonTpMode, OptimizerConfig
+from ...config.sections.optimizer import MuonCoefficientType, MuonScaleMode, MuonTpMode, OptimizerConfig
 from ...models.sharding import cut_tensor
 from ..item_sharding import ItemSharding
 from .adamw import MOMENTS, AdamWSettings, TorchAdamW

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...config.optimizer import MuonCoefficientType
+from ...config.sections.optimizer import MuonCoefficientType
 
 Coefficients = tuple[float, float, float]
 # Coefficients of each iteration, by Megatron's names. Beyond the last ones ``simple`` and ``quintic`` start again,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import nn
 
-from ...config.optimizer import OptimizerConfig
+from ...config.sections.optimizer import OptimizerConfig
 from ..item_sharding import ItemSharding
 
 # Name of a state tensor -> its shape.

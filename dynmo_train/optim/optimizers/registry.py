@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ...config.optimizer import OptimizerConfig, OptimizerName
+from ...config.sections.optimizer import OptimizerConfig, OptimizerName
 from .adafactor import AdafactorSettings
 from .adamw import AdamWSettings
 from .muon import MuonSettings

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import nn
 
-from ...config.optimizer import OptimizerConfig
+from ...config.sections.optimizer import OptimizerConfig
 from .protocol import Optimizer, OptimizerContext, StateShapes, Update
 from .torch_groups import TorchGroups, empty_groups
 

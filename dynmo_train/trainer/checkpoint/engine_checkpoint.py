@@ -45,11 +45,11 @@ from ...formats.checkpoint import (
     write_shard,
 )
 from ...formats.checkpoint.writer import dtype_name
+from ...models.families.vocabulary_family import stored_ties
 from ...models.layer_list import ModelFamily, expert_biases_of, masks_of, parameters_of, vocabulary_rows
 from ...models.lora import compare_adapters, is_adapter
 from ...models.registry import CAUSAL, family_of_manifest, named_as
 from ...models.sharding import whole_shape
-from ...models.vocabulary_family import stored_ties
 from ...optim.item_state import REFERENCE, ItemState, has_own_shape, has_token_rows, is_memory, parameter_of, role_of
 from ...optim.item_store import ItemStore
 from ...optim.lr_schedule import WeightDecay

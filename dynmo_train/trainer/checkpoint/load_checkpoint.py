@@ -38,8 +38,8 @@ from ...formats.checkpoint import (
 from ...formats.checkpoint.writer import STEP_NAME
 from ...formats.os_errors import reason
 from ...launch.find_command import program_path
-from ...models.family import STATED
-from ...models.ict import QUERY, bert_parameter
+from ...models.families.family import STATED
+from ...models.families.ict import QUERY, bert_parameter
 from ...models.layer_list import ModelFamily, parameters_of
 from ...optim.item_state import ItemState
 from ...optim.item_store import ItemStore

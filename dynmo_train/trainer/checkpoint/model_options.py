@@ -25,13 +25,13 @@ from ...config.schema import ModelConfig
 from ...data.tokenizer import FOLDER_NAMES, TokenizerFiles
 from ...formats.checkpoint import CheckpointError, find_checkpoint, open_checkpoint
 from ...launch.find_command import program_path
-from ...models.bert import BertShape
-from ...models.decoder import DecoderShape
-from ...models.family import STATED
-from ...models.ict import IctShape
-from ...models.moe_shape import SINKHORN, TOPK, MoeShape
+from ...models.experts.moe_shape import SINKHORN, TOPK, MoeShape
+from ...models.families.bert import BertShape
+from ...models.families.decoder import DecoderShape
+from ...models.families.family import STATED
+from ...models.families.ict import IctShape
+from ...models.families.t5 import T5Shape
 from ...models.registry import CAUSAL
-from ...models.t5 import T5Shape
 from .load_checkpoint import foreign_kind, has_native_checkpoint
 
 TOKENIZER_OPTIONS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..._common.document import short_repr
 from ...formats.checkpoint import Checkpoint, CheckpointError
+from ...models.families.vocabulary_family import VocabularyShardedFamily
 from ...models.layer_list import ModelFamily, expert_biases_of, parameters_of
-from ...models.vocabulary_family import VocabularyShardedFamily
 from ...optim.item_state import MEMORIES, REFERENCE
 from ...optim.item_store import ItemStore
 from ...parallel.process_groups import World

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...models.aux_loss import with_losses
+from ...models.families.multi_token import PREFIX
 from ...models.layer_list import BoundaryShape, ItemOutput, ItemSpec, output_of
-from ...models.multi_token import PREFIX
 from ...optim.precision import cast_forward
 from ...parallel.random_stream import ItemStream, drawing_from
 

@@ -19,17 +19,17 @@ from torch.utils.checkpoint import checkpoint
 from ..._common.vocabulary_order import LEAD
 from ...config import Config
 from ...data.registry import zero_microbatch
-from ...models.bert import BertHead
-from ...models.blocks import Embedding
-from ...models.embedding_grad import PendingRows, most_pending
+from ...models.experts.moe import MoeMlp
+from ...models.experts.moe_shape import BALANCED
+from ...models.families.bert import BertHead
+from ...models.families.sharded_prediction import FEATURES, PREDICTIONS
+from ...models.families.vocabulary_family import VocabularyShardedFamily
 from ...models.float8 import float8_items, operand_bytes
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, vocabulary_rows
-from ...models.moe import MoeMlp
-from ...models.moe_shape import BALANCED
-from ...models.sharded_prediction import FEATURES, PREDICTIONS
 from ...models.sharding import cut_item, join_context
-from ...models.vocabulary_family import VocabularyShardedFamily
-from ...models.vocabulary_shards import ranks_of_shards
+from ...models.vocabulary.embedding import Embedding
+from ...models.vocabulary.embedding_grad import PendingRows, most_pending
+from ...models.vocabulary.vocabulary_shards import ranks_of_shards
 from ...optim.optimizers.registry import optimizer_settings, state_bytes
 from ...parallel.context_parallel import ContextRegion, cut_chunks
 from ...parallel.tensor_parallel import TOKENS_DIM, PendingGather, TensorRegion
@@ -47,7 +47,7 @@ from .item_memory import (
     transient_bytes,
 )
 
-# Gradients of chunks are summed in float64, see ``models/expert_sums.py``.
+# Gradients of chunks are summed in float64, see ``models/experts/expert_sums.py``.
 _SUM_BYTES = 8
 
 

@@ -48,18 +48,18 @@ from ...formats.profile import (
     step_record,
 )
 from ...formats.run_lines import append_event, append_metrics
+from ...models.families.vocabulary_family import family_parts, prediction_depths, shard_names
 from ...models.flops import attention_windows
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, parameters_of
 from ...models.sharding import experts_of
-from ...models.vocabulary_family import family_parts, prediction_depths, shard_names
-from ...models.vocabulary_shards import SHARD, WORDS, VocabularyShard, shard_activation_bytes
+from ...models.vocabulary.vocabulary_shards import SHARD, WORDS, VocabularyShard, shard_activation_bytes
 from ...optim.optimizers.protocol import OptimizerSettings
 from ...optim.optimizers.registry import state_bytes
 from ...parallel.link_speed import bandwidth_without_latency, one_way_ns
 from ...parallel.process_groups import World, all_gather_objects
 from ...pipeline.expert_migration import experts_by_item
-from ..rebalance.worker_speed import SpeedChange, header_speeds
 from ..run_directory import RunDirectory
+from .worker_speed import SpeedChange, header_speeds
 
 # Parameters and gradients are float32 in every precision; bytes per parameter.
 FLOAT_BYTES = 4

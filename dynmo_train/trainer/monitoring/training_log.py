@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..._common.console import emit
 from ...config import Config, TrainingConfig, config_document
@@ -19,10 +19,12 @@ from ...data.batches import eval_samples
 from ...optim.compression.stats import report_lines
 from ...parallel.process_groups import World
 from ...pipeline.partition import Partition
-from ..rebalance.plan_controller import AppliedPlan
 from ..run_directory import RunDirectory
 from ..step_result import StepResult
 from .scalar_writers import ScalarWriter
+
+if TYPE_CHECKING:
+    from ..rebalance.plan_controller import AppliedPlan
 
 # Steps of the means before and after a migration, over which noise of single steps averages out.
 AFTER_MOVE_STEPS = 5

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..._common.document import DocumentError
-from ...config.balance import BalanceConfig
+from ...config.sections.balance import BalanceConfig
 from ...dynamics.technique import Event
 from ...formats.expert_plan import read_placements
 from ...launch.find_command import program_path

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..monitoring.profile_writer import RunLogger
+from ..monitoring.worker_speed import SpeedMonitor, elapsed_costs, samples_of
 from ..step_result import StepResult
 from .step_gap import StepGap, times_of
-from .worker_speed import SpeedMonitor, elapsed_costs, samples_of
 
 
 class MeasuredSteps:

@@ -38,7 +38,7 @@ from ...dynamics.technique import Event
 from ...formats.incident import Incident
 from ...formats.plan import Plan, plan_ids, plan_path, read_plan
 from ...formats.profile import plan_request_record, plan_result_record
-from ...launch.heartbeat import Phase
+from ...launch.watch.heartbeat import Phase
 from ...parallel.process_groups import broadcast_object
 from ...parallel.shrink import without_workers
 from ...pipeline.expert_migration import ExpertMoveReport, placements_of

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from ...config.balance import BalanceConfig
+from ...config.sections.balance import BalanceConfig
 from ...launch.find_command import program_path
 
 # A planner that has failed this often will probably fail again: the run continues without one.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ...formats.incident import Incident
-from .worker_speed import NORMAL, SpeedSample, WorkerSpeed
+from ..monitoring.worker_speed import NORMAL, SpeedSample, WorkerSpeed
 
 MAX_GAP = 0.2
 WINDOW = 20

@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Callable
 
-from ...launch.heartbeat import Phase
 from ...launch.incident_log import restart_incident
+from ...launch.watch.heartbeat import Phase
 from ..checkpoint.metadata import CheckpointMetadata
 from ..engine import Engine
 from ..monitoring.profile_writer import RunLogger

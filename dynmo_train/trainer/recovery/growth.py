@@ -1,4 +1,4 @@
-"""The part of the ranks in growth in place: those that train, and those that join (``launch/growth.py``).
+"""The part of the ranks in growth in place: those that train, and those that join (``launch/elastic/growth.py``).
 
 A thread of rank 0 waits for a proposal of the launcher and checks it, while training continues. From then on the flags
 that all ranks reduce at each boundary have it, so that all of them act at the next boundary of a copy::
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from ..._common.document import DocumentError
 from ..._common.errors import DynmoError
-from ...launch.continuation import FOREVER, LIMIT_S, Notice, SurvivorLink
-from ...launch.growth import Joining, Outcome, Proposal, decode_outcome, decode_properties, decode_proposal
+from ...launch.elastic.continuation import FOREVER, LIMIT_S, Notice, SurvivorLink
+from ...launch.elastic.growth import Joining, Outcome, Proposal, decode_outcome, decode_properties, decode_proposal
 from ...parallel.process_groups import World, all_gather_objects, broadcast_object
 from ..fingerprint import RunProperties, differences
 

@@ -28,11 +28,11 @@ from ..._common.errors import EXIT_RELAUNCH, DynmoError, UsageError
 from ...config import Config
 from ...config.validate import check
 from ...formats.incident import Incident
-from ...launch.continuation import CONTINUATION_VARIABLE, Notice, SurvivorLink, enter_generation
+from ...launch.elastic.continuation import CONTINUATION_VARIABLE, Notice, SurvivorLink, enter_generation
+from ...launch.elastic.growth import Joining, Proposal
+from ...launch.elastic.restart import pipeline_size
 from ...launch.failure_record import forget_failure
-from ...launch.growth import Joining, Proposal
 from ...launch.incident_log import read_progress
-from ...launch.restart import pipeline_size
 from ...models.registry import family_of
 from ...parallel.connections import connected_sockets, shut_down
 from ...parallel.process_groups import World

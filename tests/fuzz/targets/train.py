@@ -125,7 +125,7 @@ def _python_config(read: Any, text: str) -> None:
     """A recipe of the first function of a file, and its command."""
     from dynmo_train.cli.explain_flags.python_commands import command_of_config
     from dynmo_train.cli.explain_flags.python_config import config_functions
-    from dynmo_train.config.compat_flags import FLAGS
+    from dynmo_train.config.compat.flags import FLAGS
 
     names = config_functions(text)
     command_of_config(read(text, names[0] if names else None), FLAGS.__contains__, FLAGS)
@@ -227,16 +227,8 @@ def _vocab_size(kind: str, flag: str, **more: str) -> Callable[[Any, Path], None
 
 
 def _records(kind: str) -> list[bytes]:
-    from dynmo_train.launch import (
-        continuation,
-        coordinator,
-        flight_recorder,
-        growth,
-        heartbeat,
-        membership,
-        node_watch,
-        watchdog,
-    )
+    from dynmo_train.launch.elastic import continuation, coordinator, growth, membership
+    from dynmo_train.launch.watch import flight_recorder, heartbeat, node_watch, watchdog
 
     if kind == "notice":
         notice = continuation.Notice(generation=1, ranks=(0, 1), lost=(2,), sizes=(1, 1), cause="killed", since=1.5)

@@ -150,7 +150,7 @@ def test_memory_of_shards_is_taken_off_the_limits():
 
 
 def test_uneven_shards_are_placed_as_the_trainer_places_them():
-    """Worker by worker, those of ``dynmo_train.models.vocabulary_shards.ranks_of_shards``."""
+    """Worker by worker, those of ``dynmo_train.models.vocabulary.vocabulary_shards.ranks_of_shards``."""
     shards = costs_of_shards(count=6)
     assert [shards.count_on(worker, 4) for worker in range(4)] == [2, 1, 2, 1]
     assert sum(shards.share(600, worker, 4) for worker in range(4)) == 600

@@ -8,8 +8,8 @@ from dynmo_ckpt.huggingface.decoders import unlike_mixtral
 from dynmo_ckpt.huggingface.models import architecture_of_model
 from dynmo_ckpt.io.errors import UnsupportedError
 from dynmo_ckpt.operations.logits import unsupported_reason
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.router import RouterShape
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.experts.router import RouterShape
 
 MODEL = {
     "family": "llama",

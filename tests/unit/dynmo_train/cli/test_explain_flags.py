@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from dynmo_train.cli import app
 from dynmo_train.cli.explain_flags.command_help import parse_help
-from dynmo_train.cli.explain_flags.published_scripts import SOURCES, TABLE, find, markdown
 from dynmo_train.cli.explain_flags.script_commands import read_script
+from dynmo_train.cli.published_scripts import SOURCES, TABLE, find, markdown
 from tests.paths import ROOT
 
 DISTRIBUTED = """#! /bin/bash
@@ -243,7 +243,7 @@ def test_readme_table_is_generated_and_names_are_unique():
     readme = (ROOT / "dynmo_train" / "launch" / "README.md").read_text(encoding="utf-8")
     begin, end = "<!-- scripts: begin -->\n", "<!-- scripts: end -->"
     written = readme[readme.index(begin) + len(begin) : readme.index(end)]
-    assert written == markdown(), "print it again: python -m dynmo_train.cli.explain_flags.published_scripts"
+    assert written == markdown(), "print it again: python -m dynmo_train.cli.published_scripts"
     names = [row.name for row in TABLE]
     assert len(names) == len(set(names))
     assert {row.source for row in TABLE} == set(SOURCES)

@@ -13,8 +13,8 @@ from dynmo_train.config import config_of, validate
 from dynmo_train.config.parse import parse_layer_types, parse_rotary_scaling
 from dynmo_train.config.task_command import check_model_flags
 from dynmo_train.models.registry import family_of, family_of_manifest
+from tests.unit.dynmo_train.config.compat.test_translate import config_from
 from tests.unit.dynmo_train.config.small_config import SMALL
-from tests.unit.dynmo_train.config.test_compat import config_from
 
 MEGATRON = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"

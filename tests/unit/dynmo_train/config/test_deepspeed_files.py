@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynmo_train.config import config_of, option_specs, validate
-from dynmo_train.config.deepspeed import parse_deepspeed
+from dynmo_train.config.compat.deepspeed import parse_deepspeed
 
 FILES = json.loads((Path(__file__).parent / "megatron" / "deepspeed_files.json").read_text())
 MODEL = {

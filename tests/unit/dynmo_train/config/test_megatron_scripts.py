@@ -12,8 +12,8 @@ import typer
 
 from dynmo_train.cli import app
 from dynmo_train.config import option_specs, resolve_checked
-from dynmo_train.config.compat import MULTI_WORD_FLAGS, declared_name, translate
-from dynmo_train.config.compat_flags import FLAGS
+from dynmo_train.config.compat.flags import FLAGS
+from dynmo_train.config.compat.translate import MULTI_WORD_FLAGS, declared_name, translate
 from dynmo_train.config.options import DefaultContext
 
 FOLDER = Path(__file__).parent / "megatron"

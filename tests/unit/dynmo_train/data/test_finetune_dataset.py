@@ -19,7 +19,7 @@ from dynmo_train.data.finetune_dataset import (
 )
 from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
 from dynmo_train.evaluation.finetune import EpochOrder
-from dynmo_train.models.bert_tasks import NO_LABEL
+from dynmo_train.models.families.bert_tasks import NO_LABEL
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 

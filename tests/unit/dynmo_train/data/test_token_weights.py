@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dynmo_train.data.batch import LOSS_MASK, Batch
-from dynmo_train.models.cross_entropy import mean_linear_cross_entropy
+from dynmo_train.models.vocabulary.cross_entropy import mean_linear_cross_entropy
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World
 

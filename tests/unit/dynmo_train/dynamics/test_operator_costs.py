@@ -14,8 +14,8 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app, measure
 from dynmo_train.dynamics import operator_costs
 from dynmo_train.dynamics.operator_costs import CASES, OperatorCosts, OperatorShape
-from dynmo_train.models.early_exit import Exit
 from dynmo_train.models.layer_list import masks_of
+from dynmo_train.models.techniques.early_exit import Exit
 from tests.paths import ROOT
 
 SHAPE = OperatorShape(

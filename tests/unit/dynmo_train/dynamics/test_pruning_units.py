@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from dynmo_train.dynamics import tuning
 from dynmo_train.dynamics.pruning_units import PruningRule, transposable_masks, units_of
 from dynmo_train.dynamics.tuning import threshold_of
-from dynmo_train.models.blocks import SelfAttention
-from dynmo_train.models.feed_forward import Mlp
-from dynmo_train.models.linear import PrunableLinear
-from dynmo_train.models.sparse_formats import SparseTable, is_in_blocks, is_semi_structured
+from dynmo_train.models.attention.self_attention import SelfAttention
+from dynmo_train.models.layers.feed_forward import Mlp
+from dynmo_train.models.layers.linear import PrunableLinear
+from dynmo_train.models.layers.sparse_formats import SparseTable, is_in_blocks, is_semi_structured
 
 CPU = torch.device("cpu")
 

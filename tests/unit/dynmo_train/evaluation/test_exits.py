@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.config.evaluation import ExitsConfig
+from dynmo_train.config.sections.evaluation import ExitsConfig
 from dynmo_train.evaluation.exit_decoding import (
     DecodedTokens,
     ExitThreshold,
@@ -27,11 +27,11 @@ from dynmo_train.evaluation.exits import (
     score_windows,
     windows_of,
 )
-from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
+from dynmo_train.models.families.gpt import Gpt, GptShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
+from dynmo_train.models.techniques.early_exit import ExitSettings
+from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dynmo_train.evaluation.forward_engine import _ItemLoader
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.experts.router import RouterShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import expert_biases_of, parameters_of
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.router import RouterShape
-from dynmo_train.models.sparse_formats import BUILT_IN
+from dynmo_train.models.layers.sparse_formats import BUILT_IN
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.config.evaluation import InferenceConfig
 from dynmo_train.config.fields import values_of
+from dynmo_train.config.sections.evaluation import InferenceConfig
 from dynmo_train.evaluation.forward_engine import load_forward_engine
 from dynmo_train.evaluation.model_checkpoint import ModelCheckpoint
 from dynmo_train.formats.checkpoint import open_checkpoint

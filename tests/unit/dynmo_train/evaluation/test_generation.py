@@ -12,7 +12,7 @@ import torch
 from dynmo_train._common.document import MAX_DOCUMENT_BYTES
 from dynmo_train._common.errors import UsageError
 from dynmo_train.cli.generate import generation_settings, read_prompts
-from dynmo_train.config.evaluation import GenerateConfig
+from dynmo_train.config.sections.evaluation import GenerateConfig
 from dynmo_train.data.tokenizer import Tokenizer
 from dynmo_train.evaluation.forward_engine import ForwardEngine
 from dynmo_train.evaluation.lambada import truncate_left
@@ -20,8 +20,8 @@ from dynmo_train.evaluation.sampling import Sampling, next_token
 from dynmo_train.evaluation.scoring import ScoredSequence
 from dynmo_train.evaluation.text_generator import GenerationSettings, TextStream, build_completion
 from dynmo_train.evaluation.token_generator import GeneratedTokens, GenerationRequest, StopCondition, TokenGenerator
-from dynmo_train.launch.hostfile import read_hostfile
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.launch.schedulers.hostfile import read_hostfile
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.kv_cache import Decoder, DecodingCache
 from dynmo_train.models.layer_list import BoundaryShape
 from dynmo_train.parallel.dims import ParallelDims

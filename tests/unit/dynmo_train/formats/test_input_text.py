@@ -12,10 +12,10 @@ import pytest
 from dynmo_train._common.document import DocumentError
 from dynmo_train._common.errors import UsageError
 from dynmo_train.cli.generate import read_prompts
-from dynmo_train.config.evaluation import GenerateConfig
 from dynmo_train.config.resolve import read_config_file
+from dynmo_train.config.sections.evaluation import GenerateConfig
 from dynmo_train.formats.input_text import read_input
-from dynmo_train.launch.hostfile import read_hostfile
+from dynmo_train.launch.schedulers.hostfile import read_hostfile
 
 
 @pytest.fixture

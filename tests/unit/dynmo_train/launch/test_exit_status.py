@@ -9,6 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from dynmo_train.launch.elastic.node_agent import interface_towards, worker_environment
+from dynmo_train.launch.elastic.restart import (
+    Layout,
+    fitting_nodes,
+    join_layout,
+    layout_flags,
+    pack_to_flags,
+    pipeline_size,
+    process_count,
+    resume_flags,
+)
 from dynmo_train.launch.exit_status import (
     Failure,
     describe_exit,
@@ -23,17 +34,6 @@ from dynmo_train.launch.exit_status import (
 )
 from dynmo_train.launch.failure_record import FailureRecord
 from dynmo_train.launch.failure_report import report_failures
-from dynmo_train.launch.node_agent import interface_towards, worker_environment
-from dynmo_train.launch.restart import (
-    Layout,
-    fitting_nodes,
-    join_layout,
-    layout_flags,
-    pack_to_flags,
-    pipeline_size,
-    process_count,
-    resume_flags,
-)
 
 
 def failures(*codes):

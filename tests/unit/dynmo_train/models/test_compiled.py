@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from dynmo_train.models.attention.documents import PackedAttention
 from dynmo_train.models.compiled import (
     CompileSettings,
     compile_item,
@@ -10,8 +11,8 @@ from dynmo_train.models.compiled import (
     is_compiled,
     num_compiled_graphs,
 )
-from dynmo_train.models.documents import PackedAttention, PackedEmbedding
-from dynmo_train.models.feed_forward import Mlp
+from dynmo_train.models.layers.feed_forward import Mlp
+from dynmo_train.models.vocabulary.embedding import PackedEmbedding
 
 META = torch.device("meta")
 

@@ -10,12 +10,12 @@ import torch
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.models import float8
-from dynmo_train.models.feed_forward import FeedForward
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.float8 import Float8Items, Float8Product, Float8Settings, layers_in_bf16
-from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.linear import PrunableLinear
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.sparse_formats import SparseTable
+from dynmo_train.models.layers.feed_forward import FeedForward
+from dynmo_train.models.layers.linear import PrunableLinear
+from dynmo_train.models.layers.sparse_formats import SparseTable
 
 pytest.importorskip("torchao", reason="the extra fp8 is not installed")
 

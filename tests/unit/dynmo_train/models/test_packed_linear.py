@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dynmo_train.models.feed_forward import join_gated_layers
-from dynmo_train.models.head import Head
+from dynmo_train.models.attention.latent_attention import LatentShape
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.families.llama import Llama
 from dynmo_train.models.kv_cache import Decoder, DecodingCache, store_by_columns
-from dynmo_train.models.latent_attention import LatentShape
-from dynmo_train.models.linear import PrunableLinear
-from dynmo_train.models.llama import Llama
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.layers.feed_forward import join_gated_layers
+from dynmo_train.models.layers.linear import PrunableLinear
+from dynmo_train.models.layers.sparse_formats import SparseTable
 from dynmo_train.models.packed_linear import PackedProduct, can_pack, pack_weights
-from dynmo_train.models.sparse_formats import SparseTable
+from dynmo_train.models.vocabulary.head import Head
 from tests.parity.item_stream import build_all
 from tests.parity.test_decoder_shapes import LLAMA
 

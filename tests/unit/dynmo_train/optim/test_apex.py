@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.models.layer_list import parameters_of
-from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.sparse_formats import SparseTable
+from dynmo_train.models.layers.sparse_formats import SparseTable
 from dynmo_train.optim.apex import find_apex
 from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
 from dynmo_train.optim.item_store import ItemStore, OptimizerStates

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.models.moe import MoeMlp
-from dynmo_train.models.moe_shape import MoeShape
-from dynmo_train.models.router import RouterShape
+from dynmo_train.models.experts.moe import MoeMlp
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.experts.router import RouterShape
 from dynmo_train.optim.expert_bias import update_expert_biases
 from dynmo_train.optim.item_state import is_whole, role_of
 

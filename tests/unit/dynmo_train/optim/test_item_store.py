@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.models.gated import are_stacked
+from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.models.layer_list import masks_of
-from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.sparse_formats import SparseTable
+from dynmo_train.models.layers.gated import are_stacked
+from dynmo_train.models.layers.sparse_formats import SparseTable
 from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
 from dynmo_train.optim.item_state import ItemState
 from dynmo_train.optim.item_store import ItemStore, OptimizerStates

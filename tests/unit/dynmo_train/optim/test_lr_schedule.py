@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dynmo_train.config import config_of
 from dynmo_train.config.validate import validate
 from dynmo_train.dynamics.freezing import frozen_items
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.parallel.seeding import seeded, stable_seed
 from dynmo_train.trainer.settings_from_config import learning_rate, weight_decay

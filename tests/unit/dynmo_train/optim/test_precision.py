@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.models.grouped_linear import stacked
-from dynmo_train.models.moe import MoeMlp
-from dynmo_train.models.moe_shape import MoeShape
+from dynmo_train.models.experts.moe import MoeMlp
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.layers.grouped_linear import stacked
 from dynmo_train.optim.precision import ComputeCopies, LossScaler, LossScaling, unscale
 
 DYNAMIC = LossScaling(initial=16.0, minimum=2.0, window=3, hysteresis=2)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dynmo_train.models.blocks import SelfAttention
-from dynmo_train.models.feed_forward import Mlp
+from dynmo_train.models.attention.self_attention import SelfAttention
+from dynmo_train.models.layers.feed_forward import Mlp
 from dynmo_train.parallel.random_stream import (
     ItemStream,
     StreamKeys,

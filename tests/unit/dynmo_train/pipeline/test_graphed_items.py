@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.models.blocks import SelfAttention
-from dynmo_train.models.feed_forward import Mlp
+from dynmo_train.models.attention.self_attention import SelfAttention
+from dynmo_train.models.layers.feed_forward import Mlp
 from dynmo_train.parallel.random_stream import ItemStream, StreamKeys, drawing_from
 from dynmo_train.pipeline import graphed_items
 from dynmo_train.pipeline.graphed_items import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dynmo_train.models.vocabulary_shards import VocabularyShard
+from dynmo_train.models.vocabulary.vocabulary_shards import VocabularyShard
 from dynmo_train.parallel.device_clock import clock_for
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.pipelining.stage import PipelineStage
 
-from dynmo_train.models import grouped_linear
-from dynmo_train.models.cross_entropy import _LinearCrossEntropy
-from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.technique_blocks import DynamicSettings
+from dynmo_train.models.layers import grouped_linear
+from dynmo_train.models.techniques.early_exit import ExitSettings
+from dynmo_train.models.techniques.technique_blocks import DynamicSettings
+from dynmo_train.models.vocabulary.cross_entropy import _LinearCrossEntropy
 from dynmo_train.parallel.context_parallel import ContextRegion
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import Groups, World

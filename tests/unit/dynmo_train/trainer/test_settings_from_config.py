@@ -7,8 +7,8 @@ import pytest
 import dynmo_train.formats.plan as plans
 from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.models.flops import attention_windows
+from dynmo_train.models.layers.sparse_formats import SparseTable
 from dynmo_train.models.registry import family_of
-from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.trainer.settings_from_config import (
     analytic_keys_of,
     dense_experts_warning,

@@ -10,11 +10,11 @@ import typer
 from dynmo_train._common.document import DocumentError
 from dynmo_train.cli import app
 from dynmo_train.cli.explain_flags.flag_table import declared_flags, markdown, project_flags, rows, torchtitan_rows
-from dynmo_train.config.compat import RENAMED_VALUES, declared_name
-from dynmo_train.config.compat_flags import FLAGS
-from dynmo_train.config.megatron_model import COMBINED_FLAGS
+from dynmo_train.config.compat.flags import FLAGS
+from dynmo_train.config.compat.megatron_model import COMBINED_FLAGS
+from dynmo_train.config.compat.torchtitan import TORCHTITAN, torchtitan_advice
+from dynmo_train.config.compat.translate import RENAMED_VALUES, declared_name
 from dynmo_train.config.resolve import built_in_specs, parse_config_file
-from dynmo_train.config.torchtitan import TORCHTITAN, torchtitan_advice
 
 ROOT = typer.main.get_command(app)
 COMMANDS = ROOT.commands["pretrain"].commands

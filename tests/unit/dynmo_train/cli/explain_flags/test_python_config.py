@@ -14,9 +14,9 @@ from dynmo_train.cli import app
 from dynmo_train.cli.explain_flags.python_commands import command_of_config
 from dynmo_train.cli.explain_flags.python_config import PythonConfig, Unknown, config_functions, read_python_config
 from dynmo_train.cli.explain_flags.script_commands import explain
-from dynmo_train.config.compat import translate
-from dynmo_train.config.compat_flags import FLAGS
-from tests.unit.dynmo_train.config.test_compat import declared
+from dynmo_train.config.compat.flags import FLAGS
+from dynmo_train.config.compat.translate import translate
+from tests.unit.dynmo_train.config.compat.test_translate import declared
 
 ROOT = typer.main.get_command(app)
 FIXTURE = json.loads((Path(__file__).parents[2] / "config" / "megatron" / "python_configs.json").read_text())

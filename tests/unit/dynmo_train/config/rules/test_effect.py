@@ -6,10 +6,10 @@ import pytest
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train.config import DefaultContext, config_of, option_specs, resolve_checked, validate
-from dynmo_train.config.evaluation import FinetuneConfig, GenerateConfig, InferenceConfig
 from dynmo_train.config.fields import values_of
 from dynmo_train.config.rules.effect import EFFECTS, effect_warnings
 from dynmo_train.config.rules.task_effect import task_warnings
+from dynmo_train.config.sections.evaluation import FinetuneConfig, GenerateConfig, InferenceConfig
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 # Other options that disable an option which has an effect by default.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.sparse_formats import SparseTable
+from dynmo_train.models.families.gpt import Gpt, GptShape
+from dynmo_train.models.layers.sparse_formats import SparseTable
 from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
 from dynmo_train.optim.item_state import ItemState
 from dynmo_train.optim.item_store import ItemStore, OptimizerStates

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dynmo_train.config import config_of
-from dynmo_train.config.optimizer import OptimizerName
+from dynmo_train.config.sections.optimizer import OptimizerName
 from dynmo_train.formats.checkpoint.document import OPTIMIZER_STATE, state_shape
 from dynmo_train.models.layer_list import is_embedding_or_output
 from dynmo_train.optim.item_state import parameter_of, role_of

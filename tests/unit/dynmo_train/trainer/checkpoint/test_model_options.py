@@ -9,9 +9,9 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config.resolve import resolve
-from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.families.llama import Llama, LlamaShape
+from dynmo_train.models.families.t5 import T5
 from dynmo_train.models.registry import CAUSAL, family_of, named_as
-from dynmo_train.models.t5 import T5
 from dynmo_train.trainer.checkpoint.engine_checkpoint import check_same_model
 from dynmo_train.trainer.checkpoint.model_options import checkpoint_options, model_options
 from tests.distributed.families import COMMON, SAMPLES

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from dynmo_train.cli import app
 from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.config.resolve import DRY_RUN_VALUES, dry_run_processes, dry_run_values
-from dynmo_train.models.eager_attention import CHUNK_SCORES, eager_attention
+from dynmo_train.models.attention.eager_attention import CHUNK_SCORES, eager_attention
 from dynmo_train.models.layer_list import BoundaryShape, ItemSpec
 from dynmo_train.models.registry import boundary_of, family_of
 from dynmo_train.parallel.device_clock import CpuClock

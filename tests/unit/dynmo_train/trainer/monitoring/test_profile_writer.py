@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dynmo_train.dynamics.technique import Event
-from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.experts.moe_shape import MoeShape
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import BoundaryShape
-from dynmo_train.models.moe_shape import MoeShape
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.trainer.monitoring.profile_writer import RunLogger, describe_copies, describe_items, link_from
 from dynmo_train.trainer.run_directory import RunDirectory

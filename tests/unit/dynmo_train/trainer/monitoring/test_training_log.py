@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from dynmo_train.config import config_document, config_of
+from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.flops import matrix_parameters, step_flops
-from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.trainer.monitoring.tensorboard import EventWriter, crc32c, event, record
 from dynmo_train.trainer.monitoring.training_log import (
     IterationStats,

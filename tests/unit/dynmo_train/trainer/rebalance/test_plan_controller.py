@@ -14,7 +14,7 @@ import pytest
 from dynmo_train._common.document import Problem, complete_lines, parse_json
 from dynmo_train.formats.plan import initial_plan, read_plan, write_plan
 from dynmo_train.formats.profile import append_record
-from dynmo_train.launch.heartbeat import silent_heartbeat
+from dynmo_train.launch.watch.heartbeat import silent_heartbeat
 from dynmo_train.pipeline.migration import MoveError
 from dynmo_train.trainer.rebalance import plan_controller as module
 from dynmo_train.trainer.rebalance.plan_controller import PlanController, PlanControllerSettings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dynmo_train.trainer.monitoring.worker_speed import NORMAL, SpeedSample, WorkerSpeed
 from dynmo_train.trainer.rebalance.step_gap import WINDOW, StepGap, StepTimes, times_of
-from dynmo_train.trainer.rebalance.worker_speed import NORMAL, SpeedSample, WorkerSpeed
 
 MS = 1_000_000
 NORMALS = (NORMAL, NORMAL)

@@ -7,8 +7,15 @@ import json
 import pytest
 from torch.distributed import HashStore
 
-from dynmo_train.launch.continuation import Notice
-from dynmo_train.launch.growth import JOINING_VARIABLE, Joining, Outcome, Proposal, encode_outcome, encode_proposal
+from dynmo_train.launch.elastic.continuation import Notice
+from dynmo_train.launch.elastic.growth import (
+    JOINING_VARIABLE,
+    Joining,
+    Outcome,
+    Proposal,
+    encode_outcome,
+    encode_proposal,
+)
 from dynmo_train.trainer.recovery.growth import ProposalWatch, join_generation
 from dynmo_train.trainer.recovery.memory_checkpoint import MemoryCheckpoint
 from dynmo_train.trainer.recovery.survivor import Continued

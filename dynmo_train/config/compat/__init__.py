@@ -1,0 +1,1 @@
+"""Command lines and settings files of other programs, as options of this package."""

@@ -1,0 +1,1 @@
+"""Who takes part in a run: membership, restarts, and continuation and growth in place."""

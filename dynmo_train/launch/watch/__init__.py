@@ -1,0 +1,1 @@
+"""Hangs: heartbeats of ranks, and what a rank waited for."""

@@ -1,0 +1,1 @@
+"""Attention by all its means, positions, and documents and padding in a sample."""

@@ -1,0 +1,1 @@
+"""Layers of every model: prunable products and their sparse forms, MLPs, norms, gates."""

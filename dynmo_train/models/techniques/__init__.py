@@ -1,0 +1,1 @@
+"""Techniques that change what a model computes for a token: exits, and depths."""
