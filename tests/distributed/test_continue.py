@@ -20,7 +20,7 @@ LAUNCHER = """
 import os, sys
 from pathlib import Path
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
-from dynmo_train.launch import rendezvous
+from dynmo_train.launch.elastic import rendezvous
 from dynmo_train.launch.options import ExitOptions, NodeConfig
 rendezvous.FIRST_JOIN_S = 300.0  # on a loaded machine one node may start a minute after the other
 logs, nproc, rank, nnodes, port, *words = sys.argv[1:]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 NODE = """
 import sys
 from pathlib import Path
-from dynmo_train.launch import rendezvous
+from dynmo_train.launch.elastic import rendezvous
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
 from dynmo_train.launch.options import ExitOptions, NodeConfig
 # On a loaded machine one node may start a minute after the other. In each test the nodes that are expected come.

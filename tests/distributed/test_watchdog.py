@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 NODE = """
 import sys
 from pathlib import Path
-from dynmo_train.launch import rendezvous
+from dynmo_train.launch.elastic import rendezvous
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
 from dynmo_train.launch.options import ExitOptions, NodeConfig
 rendezvous.FIRST_JOIN_S = rendezvous.RESTART_JOIN_S = 300.0

@@ -367,10 +367,10 @@ TEXTS: list[tuple[str, list[str], Any]] = [
     ("config.batch_schedule:parse_batch_size_schedule", ["0:16 2.4B:320", "0:8,1e6:.5K"], lambda p, t: p(t, 2048)),
     ("config.batch_schedule:parse_ranges", ["64:96 128:256", "0:1"], lambda p, t: p("--x", t)),
     ("pipeline.emulation_trace:parse_slow_worker", ["1:5:20:60"], None),
-    ("launch.slurm:parse_het_group", ["2:gpu", "2:gpu:4"], None),
-    ("launch.kubernetes:parse_claim", ["name:/path"], None),
-    ("launch.kubernetes:parse_version", ["1.30", "v1.29.3"], lambda p, t: p("--x", t)),
-    ("launch.job_script:parse_exports", ["A=1 B=x"], lambda p, t: p(t.split(" "))),
+    ("launch.schedulers.slurm:parse_het_group", ["2:gpu", "2:gpu:4"], None),
+    ("launch.schedulers.kubernetes:parse_claim", ["name:/path"], None),
+    ("launch.schedulers.kubernetes:parse_version", ["1.30", "v1.29.3"], lambda p, t: p("--x", t)),
+    ("launch.schedulers.job_script:parse_exports", ["A=1 B=x"], lambda p, t: p(t.split(" "))),
     ("launch.options:parse_node_range", ["1:4", "2"], lambda p, t: p("--nnodes", t)),
     ("evaluation.lm_eval_data:parse_tasks", ["lambada,piqa"], None),
     (
@@ -486,7 +486,7 @@ TARGETS = [
         f"{P}.config.pipeline_layout:parse_layout", lambda _: [b"Ettt|(tt|)*29,tL", b"Et*3|t|(t|)*2L", b"E|t|L"]
     ),
     file_target(
-        f"{P}.config.deepspeed:read_deepspeed",
+        f"{P}.config.compat.deepspeed:read_deepspeed",
         lambda _: [json.dumps(document).encode() for document in DEEPSPEED],
         file="ds.json",
     ),
@@ -498,25 +498,35 @@ TARGETS = [
         errors=click_errors(),
     ),
     *(text_target(f"{P}.{reader}", seeds, call=call) for reader, seeds, call in TEXTS),
-    file_target(f"{P}.launch.hostfile:read_hostfile", lambda _: HOSTS, file="hostfile"),
-    text_target(f"{P}.launch.hostfile:parse_hostfile", HOSTS, call=lambda parse, text: parse(text, "hostfile")),
+    file_target(f"{P}.launch.schedulers.hostfile:read_hostfile", lambda _: HOSTS, file="hostfile"),
+    text_target(
+        f"{P}.launch.schedulers.hostfile:parse_hostfile", HOSTS, call=lambda parse, text: parse(text, "hostfile")
+    ),
     *(
         bytes_target(f"{P}.launch.{module}", partial(_record_seeds, kind), call=call, errors=(ValueError,))
         for module, kind, call in (
-            ("continuation:decode_notice", "notice", None),
-            ("growth:decode_proposal", "proposal", None),
-            ("growth:decode_outcome", "outcome", None),
-            ("growth:decode_properties", "properties", None),
-            ("node_continuation:decode_deaths", "deaths", None),
-            ("node_watch:decode_collectives", "collectives", None),
-            ("rendezvous:decode_end", "end", None),
-            ("coordinator:decode_record", "record", None),
-            ("coordinator:decode_round", "round", None),
-            ("node_watch:decode_traces", "traces", lambda parse, data: parse(data.decode("utf-8", "surrogateescape"))),
-            ("node_watch:decode_states", "states", lambda parse, data: parse(data.decode("utf-8", "surrogateescape"))),
+            ("elastic.continuation:decode_notice", "notice", None),
+            ("elastic.growth:decode_proposal", "proposal", None),
+            ("elastic.growth:decode_outcome", "outcome", None),
+            ("elastic.growth:decode_properties", "properties", None),
+            ("elastic.node_continuation:decode_deaths", "deaths", None),
+            ("watch.node_watch:decode_collectives", "collectives", None),
+            ("elastic.rendezvous:decode_end", "end", None),
+            ("elastic.coordinator:decode_record", "record", None),
+            ("elastic.coordinator:decode_round", "round", None),
+            (
+                "watch.node_watch:decode_traces",
+                "traces",
+                lambda parse, data: parse(data.decode("utf-8", "surrogateescape")),
+            ),
+            (
+                "watch.node_watch:decode_states",
+                "states",
+                lambda parse, data: parse(data.decode("utf-8", "surrogateescape")),
+            ),
         )
     ),
-    bytes_target(f"{P}.launch.heartbeat:parse_page", [bytes(range(256)) * 16], call=_page),
+    bytes_target(f"{P}.launch.watch.heartbeat:parse_page", [bytes(range(256)) * 16], call=_page),
     file_target(
         f"{P}.launch.failure_record:read_failure",
         lambda _: [b'{"message": "x", "time_ns": 5, "is_consequence": false}'],
