@@ -5,9 +5,13 @@ They count samples, as in Megatron, so that checkpoints can be converted to and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, get_args
 
+from .._common.document import finite_number, short_repr
+from ..config.sections.optimizer import DecayStyle, IncrementStyle
+from ..formats.checkpoint import CheckpointError
 from .lr_schedule import LearningRate, WeightDecay
 
 FIELD = "x_scheduler"
@@ -45,13 +49,71 @@ def samples_done(manifest: Mapping[str, Any]) -> int:
     return samples if isinstance(samples, int) else int(manifest["consumed_train_samples"])
 
 
-def scheduler_differences(rate: LearningRate, manifest: Mapping[str, Any]) -> list[str]:
-    """Return a line for each learning-rate option that differs from the checkpoint's."""
+def scheduler_differences(rate: LearningRate, manifest: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the fields of the learning rate that differ: name, value of the checkpoint, value of ``rate``."""
     stored = manifest.get(FIELD)
     if not isinstance(stored, dict):
         return []
     return [
-        f"the checkpoint was trained with {name} {stored[name]}; this run continues with {now}"
-        for name, now in _rate_fields(rate).items()
-        if name in stored and stored[name] != now
+        (name, stored[name], value)
+        for name, value in _rate_fields(rate).items()
+        if name in stored and stored[name] != value
     ]
+
+
+def with_stored_schedules(
+    rate: LearningRate, decay: WeightDecay, manifest: Mapping[str, Any]
+) -> tuple[LearningRate, WeightDecay]:
+    """Return the schedules with the fields that a checkpoint records, as Megatron's scheduler loads them.
+
+    The fields of a WSD decay and the initial rate of the warm-up are not recorded, and stay.
+
+    Args:
+        rate: learning-rate schedule of the options, in samples.
+        decay: weight-decay schedule of the options, in samples.
+        manifest: of the checkpoint; without schedules nothing changes.
+
+    Raises:
+        CheckpointError: a field has an invalid value.
+    """
+    stored = manifest.get(FIELD)
+    if not isinstance(stored, dict):
+        return rate, decay
+
+    def read(name: str, check: Callable[[Any], Any], current: Any) -> Any:
+        if name not in stored:
+            return current
+        value = check(stored[name])
+        if value is None:
+            raise CheckpointError(f"the checkpoint's {FIELD} has an invalid {name}: {short_repr(stored[name])}")
+        return value
+
+    style = read("lr_decay_style", lambda value: value if value in get_args(DecayStyle) else None, rate.style)
+    growth = read("wd_incr_style", lambda value: value if value in get_args(IncrementStyle) else None, decay.style)
+    return (
+        replace(
+            rate,
+            peak=read("max_lr", _amount, rate.peak),
+            floor=read("min_lr", _amount, rate.floor),
+            style=style,
+            warmup_steps=read("lr_warmup_steps", _amount, rate.warmup_steps),
+            decay_steps=read("lr_decay_steps", _count, rate.decay_steps),
+        ),
+        replace(
+            decay,
+            start=read("start_wd", _amount, decay.start),
+            end=read("end_wd", _amount, decay.end),
+            style=growth,
+            steps=read("wd_incr_steps", _count, decay.steps),
+        ),
+    )
+
+
+def _amount(value: Any) -> float | None:
+    number = finite_number(value)
+    return number if number is not None and number >= 0 else None
+
+
+def _count(value: Any) -> int | None:
+    number = _amount(value)
+    return int(number) if number is not None and number >= 1 and number.is_integer() else None

@@ -54,7 +54,7 @@ from ..models.registry import family_of
 from ..optim.apex import find_apex
 from ..optim.optimizers.protocol import OptimizerContext
 from ..optim.optimizers.registry import optimizer_settings
-from ..optim.scheduler_state import samples_done, scheduler_differences
+from ..optim.scheduler_state import samples_done, scheduler_differences, with_stored_schedules
 from ..parallel.async_tensor_parallel import symmetric_memory_obstacle
 from ..parallel.consensus import rank0_first, run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
@@ -88,6 +88,7 @@ from .settings_from_config import (
     initial_partition,
     schedule_in_profile,
     sparse_attention_warning,
+    weight_decay,
 )
 
 
@@ -285,6 +286,11 @@ def load_engine(
     settings = run_on_all_ranks(
         world, lambda: replace(engine_settings(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
     )
+    if config.optimizer.use_checkpoint_opt_param_scheduler and manifest is not None and step:
+        if world.is_rank0:
+            for name, stored_value, given in scheduler_differences(settings.rate, manifest):
+                print_message(f"uses {name} {stored_value} of the checkpoint, not {given}")
+        settings = run_on_all_ranks(world, lambda: _with_stored_schedules(config, settings, manifest))
     if settings.async_tensor_parallel and (obstacle := symmetric_memory_obstacle(world)) is not None:
         settings = replace(settings, async_tensor_parallel=False)
         if world.is_rank0:
@@ -311,6 +317,15 @@ def load_engine(
         consumed_samples=consumed,
         batches=batches,
     )
+
+
+def _with_stored_schedules(config: Config, settings: EngineSettings, manifest: Mapping[str, Any]) -> EngineSettings:
+    """The settings with the schedules of the checkpoint; decoupled rates keep the bounds of their options."""
+    rate, decay = with_stored_schedules(settings.rate, weight_decay(config), manifest)
+    decoupled = settings.decoupled_rate
+    if decoupled is not None:
+        decoupled = replace(rate, peak=decoupled.peak, floor=decoupled.floor)
+    return replace(settings, rate=rate, decoupled_rate=decoupled, weight_decay=decay)
 
 
 def _spike_state(manifest: Mapping[str, Any] | None, step: int) -> dict[str, Any]:
@@ -444,8 +459,11 @@ def _engine(
         check_same_optimizer(checkpoint, settings.optimizer)
     reader = state_reader(checkpoint, engine.item_store, world, moments=not config.run.no_load_optim)
     if world.is_rank0:
-        for line in scheduler_differences(settings.rate, checkpoint.manifest):
-            print_message(f"warning: {line}")
+        for name, stored, given in scheduler_differences(settings.rate, checkpoint.manifest):
+            print_message(
+                f"warning: the checkpoint was trained with {name} {stored}; this run continues with {given}; give"
+                " --use-checkpoint-opt-param-scheduler to keep the schedule"
+            )
     engine.restore(reader, checkpoint.manifest["step"], **progress_of(checkpoint.manifest))
     return engine
 

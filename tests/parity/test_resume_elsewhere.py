@@ -110,6 +110,28 @@ def test_resume_with_another_schedule_warns(original, tmp_path):
     assert "the checkpoint was trained with min_lr 0.001; this run continues with 0.002" in stderr
 
 
+OTHER_RATES = ("--lr", "0.5", "--min-lr", "0.1", "--lr-decay-style", "linear", "--lr-decay-iters", "9")
+OTHER_RATES += ("--lr-warmup-iters", "0", "--weight-decay", "0.7")
+
+
+@pytest.mark.parametrize("form", ["native", "legacy"])
+def test_resume_with_the_schedules_of_the_checkpoint(original, tmp_path, form):
+    """Megatron's flag: the options of the schedules give way to what the checkpoint records."""
+    step = original / "run" / "checkpoints" / "step-00000003"
+    invoke(ckpt, "convert", step, tmp_path / "out", "--to", form, "--with-optimizer")
+    flags = (*OTHER_RATES, "--load", tmp_path / "out", "--use-checkpoint-opt_param-scheduler")
+    stderr = pretrain(original, tmp_path / "resumed", *flags)
+    assert "uses max_lr 0.01 of the checkpoint, not 0.5" in stderr
+    assert numbers(tmp_path / "resumed") == numbers(original / "run")
+
+
+def test_first_step_has_the_schedules_of_the_options(original, tmp_path):
+    """A checkpoint of which only the weights are loaded does not set the schedules."""
+    flags = ("--lr-warmup-iters", "0", "--load", original / "run", "--finetune", "--use-checkpoint-opt_param-scheduler")
+    pretrain(original, tmp_path / "tuned", *flags, steps=1)
+    assert numbers(tmp_path / "tuned", 1)[0][3] == pytest.approx(0.01)
+
+
 @pytest.fixture(scope="module")
 def engines():
     yield vars(plain_engine) | {"world": init_world("cpu")}

@@ -264,10 +264,8 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--override-opt_param-scheduler": ignored(_SCHEDULE),
     "--override-lr-scheduler": ignored(_SCHEDULE),
     "--no-load-lr-state": ignored(_SCHEDULE),
-    "--use-checkpoint-opt_param-scheduler": refused(
-        "not supported: give the options of the run again, from its run.json"
-    ),
-    "--use-checkpoint-lr-scheduler": refused("not supported: give the options of the run again, from its run.json"),
+    "--use-checkpoint-opt_param-scheduler": becomes("--use-checkpoint-opt-param-scheduler"),
+    "--use-checkpoint-lr-scheduler": becomes("--use-checkpoint-opt-param-scheduler"),
     "--head-lr-mult": refused("not supported: leave it out", 1, neutral="1.0"),
     "--dataloader-type": refused("samples are read once, in order: leave it out", 1, neutral="single"),
     "--no-mmap-bin-files": ignored("--data-impl selects how a dataset is read"),

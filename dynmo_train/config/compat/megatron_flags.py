@@ -247,7 +247,7 @@ _REFUSED: Mapping[str, str] = {
     """,
     "a checkpoint is saved at SIGTERM: leave it out": "--exit-signal/1",
     "not supported: give the options of the run again, from its run.json": """
-        --use-checkpoint-opt-param-scheduler --use-mp-args-from-checkpoint-args
+        --use-mp-args-from-checkpoint-args
     """,
     "not supported: use --save-interval and --keep-checkpoints": """
         --persistent-save-interval/1 --save-retain-interval/1 --non-persistent-save-interval/1

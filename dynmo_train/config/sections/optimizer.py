@@ -63,6 +63,9 @@ class OptimizerConfig:
         "Linear warm-up as a fraction of the decay length.", default=None, minimum=0, maximum=1, common=True
     )
     lr_warmup_init: float = option("Initial learning rate of the warm-up.", default=0.0, minimum=0)
+    use_checkpoint_opt_param_scheduler: bool = option(
+        "Continue with the schedules that the checkpoint of --load records.", default=False
+    )
     weight_decay: float = option(
         "Weight decay of weight matrices: decoupled; of sgd, L2.", default=0.01, minimum=0, common=True
     )
