@@ -102,6 +102,7 @@ def from_map(
     *,
     run_id: str,
     source: Mapping[str, Any] | None = None,
+    variant: str = "",
 ) -> tuple[NativeCheckpoint, list[str]]:
     """A checkpoint from whole tensors under the names of a table of ``maps/``.
 
@@ -113,6 +114,7 @@ def from_map(
         drop: shell patterns of foreign names that are left out.
         run_id: the name of the run, after ``from-``.
         source: the ``source`` of the manifest.
+        variant: of the table.
 
     Returns:
         The checkpoint, and remarks for the user.
@@ -121,7 +123,7 @@ def from_map(
         CorruptError: tied tensors differ.
         UnsupportedError: tensors that the map does not have, or that are not of real numbers.
     """
-    layout = layout_of(load_map(map_name), model)
+    layout = layout_of(load_map(map_name, variant), model)
     dropped = [name for name in found if any(fnmatchcase(name, pattern) for pattern in drop)]
     tensors = {name: [tensor] for name, tensor in found.items() if name not in dropped}
     ties = model_ties(model)
