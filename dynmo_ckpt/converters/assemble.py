@@ -145,6 +145,8 @@ def from_map(
     if len(ties) != len(model_ties(model)):
         # The links of a tensor that is no longer tied now count as stored.
         mapped, _ = to_native(layout, tensors, ties)
+        if model["tied_embeddings"] and "head.weight" not in ties:
+            model = {**model, "tied_embeddings": False}
     manifest = new_manifest(model, _shapes(mapped), ties, run_id=f"from-{run_id}")
     if source is not None:
         manifest["source"] = dict(source)

@@ -19,7 +19,7 @@ from typing import Any
 from .. import maps
 from .._common.document import parse_json
 from ..huggingface.models import architecture_of_model
-from ..io.errors import UnsupportedError, short_name, short_names
+from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..maps.decoder_fields import decoder_fields
 from ..maps.name_map import features
 from ..tensors.views import Tensor
@@ -56,9 +56,7 @@ MODELS: Mapping[str, TitanModel] = {
     "qwen3_moe": TitanModel(map="titan", variant="halves", fields=_PLAIN),
     "deepseek_v3": TitanModel(map="titan_deepseek", fields=_PLAIN),
     "deepseek_v2": TitanModel(map="titan_deepseek", fields=_PLAIN),
-    "gpt_oss": TitanModel(
-        map="titan_gpt_oss", fields={"attention_bias": "all", "swiglu_alpha": 1.702}, windows=True
-    ),
+    "gpt_oss": TitanModel(map="titan_gpt_oss", fields={"attention_bias": "all", "swiglu_alpha": 1.702}, windows=True),
 }
 
 
@@ -142,6 +140,9 @@ def current_names(tensors: Mapping[str, Tensor], found: TitanModel) -> dict[str,
     Args:
         tensors: by name, of any shape.
         found: the model, of which a DeepSeek has a matrix of queries outside of ``qkv_linear``.
+
+    Raises:
+        CorruptError: a tensor is in the input under the names of two releases.
     """
     document = parse_json(resources.files(maps).joinpath("titan_names.json").read_bytes())
     listed = [*document["rules"], *(document["grouped"] if found.map != "titan_deepseek" else ())]
@@ -150,7 +151,12 @@ def current_names(tensors: Mapping[str, Tensor], found: TitanModel) -> dict[str,
     def renamed(name: str) -> str:
         return next((match.expand(new) for rule, new in rules if (match := rule.fullmatch(name))), name)
 
-    return {renamed(name): tensor for name, tensor in tensors.items()}
+    current: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if renamed(name) in current:
+            raise CorruptError(f"the input has {short_name(renamed(name))} twice, under names of two releases")
+        current[renamed(name)] = tensor
+    return current
 
 
 def titan_tensors(
@@ -168,6 +174,7 @@ def titan_tensors(
         drop: shell patterns of names that the user leaves out.
 
     Raises:
+        CorruptError: a tensor is in the input under the names of two releases.
         UnsupportedError: another model, such a bias that is not zero, or layers of multi-token prediction.
     """
     try:

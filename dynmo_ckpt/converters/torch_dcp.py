@@ -384,9 +384,9 @@ def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[s
     if kind == "titan":
         titan, tensors = titan_tensors(found.directory, model, tensors, options.drop)
         name, variant = titan.map, titan.variant
-    source = source_of(config, read_generation_config(options.config or found.directory))
-    common = {"run_id": path.resolve().name, "source": source, "variant": variant}
-    return from_map(found.directory, model, name, tensors, options.drop, **common)
+    source, run_id = source_of(config, read_generation_config(options.config or found.directory)), path.resolve().name
+    drop = options.drop
+    return from_map(found.directory, model, name, tensors, drop, run_id=run_id, source=source, variant=variant)
 
 
 def _config(directory: Path, options: ReadOptions) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     llama3 = pytest.importorskip("torchtitan.models.llama3", reason=reason, exc_type=ImportError)
     qwen3 = pytest.importorskip("torchtitan.models.qwen3", reason=reason, exc_type=ImportError)
     deepseek_v3 = pytest.importorskip("torchtitan.models.deepseek_v3", reason=reason, exc_type=ImportError)
+    checkpointer = pytest.importorskip("torchtitan.components.checkpoint", reason=reason, exc_type=ImportError)
     gpt_oss = pytest.importorskip("torchtitan.models.gpt_oss", reason=reason, exc_type=ImportError)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -181,7 +182,7 @@ def float32_on_the_cpu(monkeypatch):
     monkeypatch.setattr(attention.FlexAttention, "compiled_flex_attn", staticmethod(flex_attention), raising=False)
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
 
-    def matmuls(_self, *, A, B_t, offs):  # noqa: N803 - torchtitan's names of its arguments
+    def matmuls(_self, *, A, B_t, offs):
         ends = [0, *offs.tolist()]
         return torch.cat([A[ends[i] : ends[i + 1]] @ B_t[i] for i in range(len(B_t))])
 
@@ -233,11 +234,13 @@ def test_torchtitan_loads_what_is_written_with_equal_logits(tmp_path, case):
     expected = theirs(kind, changes, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "titan", "--to", "titan")
     model = titan(build)
-    state = model.state_dict()
+    # As torchtitan's trainer loads ``initial_load_path``.
+    wrapper = checkpointer.ModelWrapper(model)
+    state = wrapper.state_dict()
     for tensor in state.values():
         tensor.fill_(float("nan"))
     dcp.load(state, checkpoint_id=tmp_path / "titan", no_dist=True)
-    model.load_state_dict(state)
+    wrapper.load_state_dict(state)
     assert (logits_of(model) - expected).abs().max() <= 1e-4 * expected.abs().max().clamp(max=1)
 
 
@@ -250,7 +253,7 @@ def test_torchtitan_saves_what_is_read_with_equal_logits(tmp_path, case):
     if kind == "DeepseekV3":
         randomize([pair for pair in model.named_buffers() if pair[0].endswith("expert_bias_E")])
     expected = logits_of(model)
-    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "titan", no_dist=True)
+    dcp.save(checkpointer.ModelWrapper(model).state_dict(), checkpoint_id=tmp_path / "titan", no_dist=True)
     convert(tmp_path / "titan", tmp_path / "hf", "--to", "hf", "--config", tmp_path / "like")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32, attn_implementation="eager"
