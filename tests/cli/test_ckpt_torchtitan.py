@@ -38,7 +38,7 @@ def test_titan_output_has_the_names_and_elements_of_torchtitan(tmp_path, ckpt, n
 
 @pytest.mark.parametrize("is_older", [False, True], ids=["0.3", "0.2"])
 @pytest.mark.parametrize("name", MODELS)
-def test_titan_input_gives_back_each_tensor_of_transformers(tmp_path, ckpt, name, is_older):
+def test_titan_input_has_each_tensor_of_transformers(tmp_path, ckpt, name, is_older):
     theirs = save_theirs(name, tmp_path / "hf")
     state = titan_state(name, theirs)
     # What torchtitan's trainer has next to the weights.
