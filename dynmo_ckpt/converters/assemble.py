@@ -102,6 +102,7 @@ def from_map(
     *,
     run_id: str,
     source: Mapping[str, Any] | None = None,
+    variant: str = "",
 ) -> tuple[NativeCheckpoint, list[str]]:
     """A checkpoint from whole tensors under the names of a table of ``maps/``.
 
@@ -113,6 +114,7 @@ def from_map(
         drop: shell patterns of foreign names that are left out.
         run_id: the name of the run, after ``from-``.
         source: the ``source`` of the manifest.
+        variant: of the table.
 
     Returns:
         The checkpoint, and remarks for the user.
@@ -121,7 +123,7 @@ def from_map(
         CorruptError: tied tensors differ.
         UnsupportedError: tensors that the map does not have, or that are not of real numbers.
     """
-    layout = layout_of(load_map(map_name), model)
+    layout = layout_of(load_map(map_name, variant), model)
     dropped = [name for name in found if any(fnmatchcase(name, pattern) for pattern in drop)]
     tensors = {name: [tensor] for name, tensor in found.items() if name not in dropped}
     ties = model_ties(model)
@@ -143,6 +145,8 @@ def from_map(
     if len(ties) != len(model_ties(model)):
         # The links of a tensor that is no longer tied now count as stored.
         mapped, _ = to_native(layout, tensors, ties)
+        if model["tied_embeddings"] and "head.weight" not in ties:
+            model = {**model, "tied_embeddings": False}
     manifest = new_manifest(model, _shapes(mapped), ties, run_id=f"from-{run_id}")
     if source is not None:
         manifest["source"] = dict(source)

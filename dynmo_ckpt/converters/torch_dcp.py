@@ -5,7 +5,7 @@
     .metadata  --open_dcp-->  tensors by full name  --plain_names-->  core, titan or hf
 
     core   Megatron-core: common.pt has its arguments            --> megatron.read.assemble
-    titan  Meta's Llama (torchtitan), with a config.json         --> assemble.from_map
+    titan  torchtitan and Meta's Llama, with a config.json       --> assemble.from_map
     hf     transformers, with a config.json                      --> assemble.from_map
 
 ``.metadata`` pickles a ``Metadata`` object: for each tensor its size and chunks, and for each chunk a file, an offset
@@ -55,6 +55,7 @@ from ..torch_save.pickles import MAX_PICKLE_BYTES, GlobalName, OpaquePickle, Ten
 from ..torch_save.reader import TorchFile, open_torch
 from .assemble import from_map, from_megatron, model_from_config, state_decisions
 from .registry import CheckpointFormat
+from .titan_models import titan_tensors
 
 METADATA, COMMON = ".metadata", "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -74,17 +75,6 @@ DTYPES = {
 # Prefixes of the float32 weights, by release of Megatron-core.
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 MOMENTS = {kind: f"optimizer.state.{kind}." for kind in STATE_KINDS[1:]}
-# To the names of llama2.c: both have Meta's matrices, with neighboring elements of a head as rotary pairs.
-TITAN = (
-    (re.compile(r"tok_embeddings\.weight"), "tok_embeddings"),
-    # Since 2026, queries, keys and values are in a module of their own, and the head has another name.
-    (re.compile(r"layers\.(\d+)\.attention\.(?:qkv_linear\.)?(w[qkvo])\.weight"), r"\2.\1"),
-    (re.compile(r"layers\.(\d+)\.feed_forward\.(w[123])\.weight"), r"\2.\1"),
-    (re.compile(r"layers\.(\d+)\.(attention_norm|ffn_norm)\.weight"), r"\2.\1"),
-    (re.compile(r"norm\.weight"), "norm"),
-    (re.compile(r"(?:output|lm_head)\.weight"), "output"),
-    (re.compile(r"freqs_cis|freq_cis|rope\.cache"), "freq_cis"),
-)
 # The name of the word embedding, which every model has, shows the naming scheme of all names.
 ANCHORS = {
     "embedding.word_embeddings.weight": "core",
@@ -340,7 +330,7 @@ def _stored_file(directory: Path, name: str, info: Mapping[str, Any]) -> TorchFi
 def plain_names(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
     """The naming scheme of a state dict (``core``, ``titan``, ``hf``), and its weights without prefixes of wrappers.
 
-    Optimizer tensors are left out. Meta's names become those of llama2.c, which has the same matrices.
+    Optimizer tensors are left out.
 
     Args:
         tensors: the tensors of the state dict by name, of any shape; shapes do not change.
@@ -362,13 +352,7 @@ def plain_names(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
     table, anchor = min(found, key=lambda pair: len(pair[0]) - len(pair[1]))
     outer = table.removesuffix(anchor)
     inner = {name.removeprefix(outer): tensor for name, tensor in named.items()}
-    if ANCHORS[anchor] != "titan":
-        return ANCHORS[anchor], inner
-
-    def renamed(name: str) -> str:
-        return next((match.expand(new) for rule, new in TITAN if (match := rule.fullmatch(name))), name)
-
-    return "titan", {renamed(name): tensor for name, tensor in inner.items()}
+    return ANCHORS[anchor], inner
 
 
 def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
@@ -395,12 +379,14 @@ def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[s
             "alone with --no-optimizer"
         )
     config = _config(found.directory, options)
-    name = "llama2c" if kind == "titan" else _map_of(config, found.directory)
+    name, variant = "" if kind == "titan" else _map_of(config, found.directory), ""
     model = model_from_config(config, found.directory / "config.json", options)
-    if kind == "titan" and (model["family"] != "llama" or model.get("num_experts")):
-        raise UnsupportedError(f"{found.directory}: has a Llama's tensor names; config.json describes another model")
-    source = source_of(config, read_generation_config(options.config or found.directory))
-    return from_map(found.directory, model, name, tensors, options.drop, run_id=path.resolve().name, source=source)
+    if kind == "titan":
+        titan, tensors = titan_tensors(found.directory, model, tensors, options.drop)
+        name, variant = titan.map, titan.variant
+    source, run_id = source_of(config, read_generation_config(options.config or found.directory)), path.resolve().name
+    drop = options.drop
+    return from_map(found.directory, model, name, tensors, drop, run_id=run_id, source=source, variant=variant)
 
 
 def _config(directory: Path, options: ReadOptions) -> Mapping[str, Any]:

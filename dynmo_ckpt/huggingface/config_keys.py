@@ -24,6 +24,8 @@ from .._common.document import parse_json, short_repr
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 
 Config = Mapping[str, Any]
+# The limit of the format (num_layers of a manifest).
+MAX_LAYERS = 100_000
 
 
 @cache
@@ -94,9 +96,12 @@ def size(config: Config, field: str) -> int:
         field: its key; the unit is that of the key (layers, heads, elements, tokens).
 
     Raises:
-        CorruptError: the value is not a positive integer.
+        CorruptError: the value is not a positive integer, or a number of layers beyond that of the format.
     """
     value = config[field]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CorruptError(f"config.json: {field} must be a positive integer, found {short_repr(value)}")
+    # Before lists with an entry per layer are made of it.
+    if field.endswith(("layers", "n_layer")) and value > MAX_LAYERS:
+        raise CorruptError(f"config.json: {field} must be at most {MAX_LAYERS:,}, found {short_repr(value)}")
     return value

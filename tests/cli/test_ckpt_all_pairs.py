@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 FORMATS = ("native", "hf", "legacy", "dcp", "titan", "deepspeed")
 GPT = native_checkpoints.model(num_layers=2)
 LLAMA = families.llama(num_layers=2)
-# Formats that have no such model: torchtitan's names are those of a Llama.
+# Formats that have no such model: torchtitan has no GPT-2.
 WITHOUT = {"gpt": ("titan",), "llama": ()}
 TOPOLOGY = {"native": ("--tp", 2), "legacy": ("--tp", 2), "deepspeed": ("--tp", 2)}
 
@@ -60,6 +60,33 @@ def test_every_format_converts_to_every_other_without_a_changed_bit(sources, ckp
         found = stored(out, p)
         for name, value in p.items():
             assert np.array_equal(found[name], value.astype(np.float32)), f"{source} to {target}: {name}"
+
+
+LATER = ("qwen3", "qwen3 experts", "deepseek", "deepseek, queries without a latent", "deepseek v2", "gpt-oss")
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_later_families_pass_between_native_hf_and_titan_unchanged(tmp_path, ckpt, name):
+    from safetensors.torch import load_file
+
+    from tests.unit.dynmo_ckpt import titan_facts
+
+    formats = ("hf", "native", "titan")
+    titan_facts.save_theirs(name, tmp_path / "hf")
+    ckpt("convert", tmp_path / "hf", tmp_path / "native", "--to", "native", "--no-check-logits")
+    ckpt("convert", tmp_path / "native", tmp_path / "titan", "--to", "titan", "--no-check-logits")
+    expected, _ = open_checkpoint(tmp_path / "native", options=ReadOptions())
+    for source, target in itertools.product(formats, formats):
+        out = tmp_path / f"{source}-{target}"
+        ckpt("convert", tmp_path / source, out, "--to", target, "--no-check-logits", "--no-verify")
+        found, _ = open_checkpoint(out, options=ReadOptions())
+        assert found.manifest["model"] == expected.manifest["model"]
+        assert found.manifest["ties"] == expected.manifest["ties"]
+        assert set(found.weights()) == set(expected.weights())
+        for key in expected.weights():
+            assert np.array_equal(load_array(found, key), load_array(expected, key)), f"{source} to {target}: {key}"
+    theirs, ours = (load_file(tmp_path / each / "model.safetensors") for each in ("hf", "titan-hf"))
+    assert {key: value.tolist() for key, value in theirs.items()} == {key: v.tolist() for key, v in ours.items()}
 
 
 def llama2c(path, p):

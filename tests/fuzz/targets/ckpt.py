@@ -257,6 +257,27 @@ def _dcp_flat(place: Path) -> None:
     _helper("test_torch_dcp").flat_checkpoint(place, m, native.parameters(m))
 
 
+def _titan(place: Path) -> None:
+    """A DeepSeek of zeros under torchtitan's names."""
+    import numpy as np
+
+    from dynmo_ckpt.converters.titan_models import titan_model
+    from dynmo_ckpt.huggingface.models import hf_model
+    from dynmo_ckpt.maps.axes import stored_shape
+    from dynmo_ckpt.maps.name_map import layout_of, load_map
+
+    config = {"model_type": "deepseek_v3", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 6}
+    config |= {"moe_intermediate_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config |= {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config |= {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    config |= {"first_k_dense_replace": 1, "max_position_embeddings": 8, "rope_theta": 1e4}
+    model = hf_model(config, 1)
+    layout = layout_of(load_map(titan_model(model).map), model)
+    shapes = {link.foreign: stored_shape(link.foreign_axes, layout.foreign_sizes) for link in layout.links}
+    _helper("test_torch_dcp").save(place, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    (place / "config.json").write_text(json.dumps(config))
+
+
 def _deepspeed(name: str) -> Callable[[Path], None]:
     def build(place: Path) -> None:
         with tarfile.open(DEEPSPEED / f"{name}.tar.xz") as archive:
@@ -427,6 +448,10 @@ TARGETS = [
         for label, file in (("metadata", ".metadata"), ("tensors", "__0_0.distcp"))
     ),
     _DCP_COMMON,
+    *(
+        folder_target(f"{P}.converters.registry:open_checkpoint", _titan, file=file, label=f"titan-{label}")
+        for label, file in (("metadata", ".metadata"), ("json", "config.json"))
+    ),
     *(
         folder_target(
             f"{P}.converters.registry:open_checkpoint",
