@@ -4,7 +4,8 @@
 
     .metadata  --open_dcp-->  tensors by full name  --plain_names-->  core, titan or hf
 
-    core   Megatron-core: common.pt has its arguments            --> megatron.read.assemble
+    core   Megatron-core: common.pt has its arguments            --> megatron.read.assemble,
+                                                                     megatron.read_core_decoder
     titan  torchtitan and Meta's Llama, with a config.json       --> assemble.from_map
     hf     transformers, with a config.json                      --> assemble.from_map
 
@@ -34,6 +35,7 @@ from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, s
 from ..io.files import read_file, read_tracker
 from ..io.safetensors import DTYPE_BYTES
 from ..megatron.arguments import read_args
+from ..megatron.core_decoder import is_decoder
 from ..megatron.core_names import EXTRA_STATE, legacy_names
 from ..megatron.read import (
     LAYER_NAME,
@@ -46,6 +48,7 @@ from ..megatron.read import (
     assemble_state,
 )
 from ..megatron.read_core_buckets import GATHERED, REMEDY, FlatState, is_flat, read_flat
+from ..megatron.read_core_decoder import assemble_decoder
 from ..megatron.training_progress import read_progress
 from ..megatron.write_core import plan_core
 from ..native.checkpoint import NativeCheckpoint
@@ -418,11 +421,17 @@ def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: 
     progress = read_progress(found.common, args, step, found.number)
     # Version 3.0, because Megatron-core has its order of query, key and value rows.
     facts = RankMetadata(path=found.directory, args=args, version=3.0, step=step, progress=progress)
+    is_own = is_decoder(tensors, args)
     if not options.with_optimizer:
-        return assemble(facts, *_stage(tensors), options)
+        return assemble_decoder(facts, tensors, options) if is_own else assemble(facts, *_stage(tensors), options)
     if not any(name.startswith("optimizer.") for name in (*found.tensors, *found.other)):
         raise NoOptimizerStateError(
             f"{found.directory}: has no optimizer state; convert the weights alone with --no-optimizer"
+        )
+    if is_own:
+        raise UnsupportedError(
+            f"{found.directory}: the optimizer state of a decoder beyond GPT and Llama is not read; convert the "
+            "weights alone with --no-optimizer"
         )
     state: dict[str, tuple[list[dict[str, list[Tensor]]], Mapping[str, int]]] = {}
     if is_flat([*found.tensors, *found.other]):

@@ -12,7 +12,7 @@ a tensor that was left out silently would give a model that computes something e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
@@ -74,6 +74,9 @@ class NameMap:
         ignored: foreign names that may be present and have nothing to convert.
         copies: pairs of a foreign tensor and the one of which it is a copy.
         aliases: pairs of a substring in names of other releases and its replacement.
+        spellings: pairs of substrings that name the same tensors, as programs of one format name them.
+        prediction_block: the begin of a block's foreign names, and what stands for it in a depth of multi-token
+            prediction; None where files number these blocks after the last one.
     """
 
     links: tuple[NameRule, ...]
@@ -81,12 +84,21 @@ class NameMap:
     ignored: tuple[str, ...]
     copies: tuple[tuple[str, str], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    spellings: tuple[tuple[str, str], ...] = ()
+    prediction_block: tuple[str, str] | None = None
 
     def canonical(self, name: str) -> str:
         """The name in this table of a foreign tensor that another release names differently."""
         for old, new in self.aliases:
             name = name.replace(old, new)
         return name
+
+    def respelled(self, name: str, expected: Container[str]) -> str:
+        """The spelling of a foreign name that is one of ``expected``; the name itself where none is."""
+        found = [name]
+        for one, other in self.spellings:
+            found += [new for each in found for new in (each.replace(one, other), each.replace(other, one))]
+        return next((each for each in found if each in expected), name)
 
     def for_model(self, model: Mapping[str, Any]) -> list[NameRule]:
         """The links of a model in layer order, with layer and expert numbers filled in."""
@@ -98,15 +110,21 @@ class NameMap:
                 known = features(model)
                 result += [link for link in members if not link.when or link.when in known]
             elif stack == PREDICTION:
-                result += [_numbered(link, i, 0, layers + i) for i in range(further) for link in members]
+                first = layers if self.prediction_block is None else 0
+                result += [_numbered(link, i, 0, first + i) for i in range(further) for link in members]
             else:
                 for i in range(model.get("num_decoder_layers", 0) if stack == "decoder" else layers):
                     result += _of_block(members, model, i, i)
-                # A depth of multi-token prediction has a block, which files number after the last one.
-                as_block = [replace(each, native=each.native.replace("layers.", "mtp.", 1)) for each in members]
+                # A depth of multi-token prediction has a block of the kind of the last one.
+                as_block = [self._prediction_row(each) for each in members]
                 for i in range(further if stack == "encoder" else 0):
-                    result += _of_block(as_block, model, i, layers + i)
+                    result += _of_block(as_block, model, i, layers + i, number=i if self.prediction_block else None)
         return result
+
+    def _prediction_row(self, row: NameRule) -> NameRule:
+        begin, instead = self.prediction_block or ("", "")
+        native = row.native.replace("layers.", "mtp.", 1)
+        return replace(row, native=native, foreign=instead + row.foreign.removeprefix(begin))
 
     def ignored_names(self, num_layers: int) -> set[str]:
         """Foreign names that may be present and have nothing to convert, those of ``num_layers`` layers included."""
@@ -116,22 +134,25 @@ class NameMap:
 PREDICTION = "mtp"
 
 
-def _of_block(members: Sequence[NameRule], model: Mapping[str, Any], i: int, number: int) -> list[NameRule]:
+def _of_block(
+    members: Sequence[NameRule], model: Mapping[str, Any], i: int, layer: int, number: int | None = None
+) -> list[NameRule]:
     """The links of a block whose parts the model has.
 
     Args:
         members: the links of all blocks of a stack.
         model: the ``model`` of a manifest.
         i: number of the block in native names.
-        number: its number in foreign names, counted over all blocks.
+        layer: its number, counted over all blocks.
+        number: its number in foreign names; None: ``layer``.
     """
-    known = features(model, number)
+    known = features(model, layer)
     rows = [link for link in members if not link.when or link.when in known]
     result: list[NameRule] = []
     for experts, inner in groupby(rows, lambda link: "{j}" in link.native):
         listed = list(inner)
         count = model.get("num_experts", 0) if experts else 1
-        result += [_numbered(link, i, j, number) for j in range(count) for link in listed]
+        result += [_numbered(link, i, j, layer if number is None else number) for j in range(count) for link in listed]
     return result
 
 
@@ -170,10 +191,22 @@ def features(model: Mapping[str, Any], layer: int | None = None) -> set[str]:
     found |= {"query_latent_bias"} if model.get("q_lora_rank") and biases != "none" else set()
     found |= {"expert_bias"} if experts and model.get("moe_router_enable_expert_bias") else set()
     found |= {"shared_experts"} if experts and model.get("moe_shared_ffn_size") else set()
+    found |= _attention_features(model, biases)
+    found |= {"router_bias"} if experts and fields["moe_router_bias"] else set()
+    found |= {"shared_gate"} if "shared_experts" in found and model.get("moe_shared_gate") else set()
+    found |= {"expert_mlp_bias"} if experts and fields["mlp_bias"] else set()
+    found |= {"sinks"} if fields["attention_sinks"] else set()
     found |= {"mlp_bias"} if fields["mlp_bias"] and not experts else set()
     found |= {"tokentypes"} if model.get("num_tokentypes") else set()
     found |= {"binary", "pooler"} if model.get("binary_head") else set()
     return found | ({model["task_head"], "pooler"} if model.get("task_head") else {"language"})
+
+
+def _attention_features(model: Mapping[str, Any], biases: str) -> set[str]:
+    """Whether attention has a latent, in the names of tables that have both kinds."""
+    if not model.get("kv_lora_rank"):
+        return {"direct_attention"} | ({"direct_qkv_bias"} if biases != "none" else set())
+    return {"latent_attention"} | (set() if model.get("q_lora_rank") else {"latent_query_direct"})
 
 
 def model_ties(model: Mapping[str, Any]) -> dict[str, str]:
@@ -237,6 +270,8 @@ def load_map(name: str, variant: str = "") -> NameMap:
         ignored=tuple(prefix + name for name in document["ignored"]),
         copies=tuple((copy, original) for copy, original in document.get("copies", ())),
         aliases=tuple((old, new) for old, new in document.get("aliases", ())),
+        spellings=tuple((one, other) for one, other in document.get("spellings", ())),
+        prediction_block=(block[0], block[1]) if (block := document.get("prediction_block")) else None,
     )
 
 

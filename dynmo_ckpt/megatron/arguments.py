@@ -6,7 +6,8 @@ transformers:
 
 * ``mapped``: arguments that the readers use, or that a resumed run needs;
 * ``needs``: arguments that change the computation, with the values that DynMo's models implement, the first one being
-  the default; ``families`` has those of Llama and those of the other families;
+  the default; ``families`` has those of Llama, of the other decoders of Megatron-core, and of the other families;
+* ``decoder_mapped``: arguments of ``needs`` that are mapped for these decoders;
 * ``irrelevant``: arguments that change no logit of the stored tensors, by reason.
 
 An unknown argument is refused: the option of a fork may change what the model computes.
@@ -26,9 +27,10 @@ from ..io.errors import UnsupportedError, short_names
 from ..torch_save.pickles import GlobalName, OpaquePickle
 
 Args = Mapping[str, Any]
+DECODER = "decoder"
 POSITION_TYPE = "position_embedding_type"
 ROTARY = "use_rotary_position_embeddings"
-ROTARY_TYPES = ("rope", "PositionEmbeddingType(1)")
+ROTARY_TYPES = ("rope", "yarn", "PositionEmbeddingType(1)")
 # All arguments that GPT-NeoX stores (``save_ds_checkpoint`` of its ``megatron/checkpointing.py``).
 NEOX_ARGS = {
     *("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "make_vocab_size_divisible_by"),
@@ -70,7 +72,7 @@ def check_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()) 
 
     Args:
         path: the file, for messages.
-        family: of the model.
+        family: of the model, or ``decoder`` for those of Megatron-core alone.
         args: the arguments of the files; may be empty.
         ignored: shell patterns of arguments that are not checked.
 
@@ -78,7 +80,7 @@ def check_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()) 
         UnsupportedError: an unknown argument, or a value that DynMo's models do not implement.
     """
     table = argument_table()
-    mapped = set(table["mapped"])
+    mapped = {*table["mapped"], *(table["decoder_mapped"] if family == DECODER else ())}
     found = {name: value for name, value in args.items() if name in mapped or not matches(name, ignored)}
     # Since 2023 Megatron records rotary positions as a type, and no longer as a flag.
     if table_value(found.get(POSITION_TYPE)) in ROTARY_TYPES:
@@ -104,14 +106,15 @@ def check_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()) 
 def needed_values(family: str) -> dict[str, list[Any]]:
     """The arguments that change the computation of a family, with the values that DynMo implements."""
     table = argument_table()
-    return {**table["needs"], **table["families"]["llama" if family == "llama" else "others"]}
+    needs = {**table["needs"], **table["families"].get(family, table["families"]["others"])}
+    return {name: values for name, values in needs.items() if family != DECODER or name not in table["decoder_mapped"]}
 
 
 @cache
 def _known_elsewhere() -> frozenset[str]:
     """Arguments that change no logit, or that only other families use."""
     table = argument_table()
-    of_families = {name for needs in table["families"].values() for name in needs}
+    of_families = {*table["decoder_mapped"]} | {name for needs in table["families"].values() for name in needs}
     return frozenset({*irrelevant_keys(table), *of_families})
 
 

@@ -21,10 +21,10 @@ STACKED = re.compile(r"decoder\.layers\.(?!\d)")
 EXTRA_STATE = "_extra_state"
 LEGACY_LAYER = re.compile(r"language_model\.encoder\.layers\.(\d{1,9})\.(.+)\.(weight|bias)")
 LAYER_PARTS = {
-    "input_layernorm": "input_layernorm",
+    "input_layernorm": "self_attention.linear_qkv.layer_norm_",
     "self_attention.query_key_value": "self_attention.linear_qkv",
     "self_attention.dense": "self_attention.linear_proj",
-    "post_attention_layernorm": "pre_mlp_layernorm",
+    "post_attention_layernorm": "mlp.linear_fc1.layer_norm_",
     "mlp.dense_h_to_4h": "mlp.linear_fc1",
     "mlp.dense_4h_to_h": "mlp.linear_fc2",
 }
@@ -65,7 +65,9 @@ def legacy_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def core_name(name: str) -> str:
-    """Megatron-core's name of a tensor of legacy Megatron; norms are separate tensors, not fused into linear layers.
+    """Megatron-core's name of a tensor of legacy Megatron.
+
+    Its own layers and those of Transformer Engine both store norms under the names of the linear layers after them.
 
     Raises:
         UnsupportedError: a name that Megatron-core does not have.
@@ -74,7 +76,7 @@ def core_name(name: str) -> str:
     single = SINGLE.get(name) if match is None else None
     inner = LAYER_PARTS.get(match[2]) if match is not None else None
     if match is not None and inner is not None:
-        return f"decoder.layers.{match[1]}.{inner}.{match[3]}"
+        return f"decoder.layers.{match[1]}.{inner}{'' if inner.endswith('_') else '.'}{match[3]}"
     if single is None:
         raise UnsupportedError(f"{name}: has no name in Megatron-core; use --to legacy or native")
     return single

@@ -90,7 +90,7 @@ def model_of(
         # Gate and up projection are one matrix in Megatron.
         "ffn_hidden_size": inner // 2 if family == "llama" else inner,
         "num_attention_heads": heads,
-        **_vocabulary(args, given["vocab_size"], padded, remarks),
+        **vocabulary_sizes(args, given["vocab_size"], padded, remarks),
         "layernorm_epsilon": 1e-5 if epsilon is None else epsilon,
     }
     if family == "llama":
@@ -116,7 +116,18 @@ def model_of(
     return model
 
 
-def _vocabulary(args: Args, given: int | None, padded: int, remarks: list[str]) -> dict[str, int]:
+def vocabulary_sizes(args: Args, given: int | None, padded: int, remarks: list[str]) -> dict[str, int]:
+    """The true and the padded number of rows of the vocabulary.
+
+    Args:
+        args: the arguments of the files; may be empty.
+        given: the true number from the command line, or None.
+        padded: number of rows of the embedding.
+        remarks: remarks for the user are appended to it.
+
+    Raises:
+        UsageError: the true number is not between 1 and the padded one.
+    """
     vocab = given or args.get("orig_vocab_size") or args.get("vocab_size")
     if not isinstance(vocab, int):
         vocab = padded
@@ -192,7 +203,12 @@ def megatron_rows(model: Mapping[str, Any], ranks: int) -> int:
 
 
 def legacy_args(
-    model: Mapping[str, Any], ranks: int, workers: int, version: float, split_rank: int | None
+    model: Mapping[str, Any],
+    ranks: int,
+    workers: int,
+    version: float,
+    split_rank: int | None,
+    program: str = "legacy Megatron",
 ) -> dict[str, Any]:
     """The arguments that Megatron's loaders compare, or from which they build the model.
 
@@ -202,13 +218,14 @@ def legacy_args(
         workers: number of pipeline ranks.
         version: of the checkpoint format, 0 to 3.0.
         split_rank: the first pipeline rank of a T5's decoder; None elsewhere.
+        program: whose checkpoint is written, for messages.
 
     Raises:
         UnsupportedError: a rotary scaling or a sliding window, which a legacy checkpoint cannot store.
     """
     if model.get("sliding_window"):
         raise UnsupportedError(
-            f"sliding_window {model['sliding_window']}: a legacy checkpoint cannot store it; use --to hf or native"
+            f"{program}: sliding_window {model['sliding_window']} is not supported; use --to hf or native"
         )
     size = "tensor_model_parallel_size" if version >= 3 else "model_parallel_size"
     heads = model["num_attention_heads"]
@@ -237,12 +254,27 @@ def legacy_args(
         args |= {f"{side}_seq_length": model["max_position_embeddings"] for side in ("encoder", "decoder")}
         args["pipeline_model_parallel_split_rank"] = split_rank
     if model["family"] == "llama":
-        args |= llama_args(model)
+        args |= llama_args(model, program)
     return args
 
 
-def llama_args(model: Mapping[str, Any]) -> dict[str, Any]:
+def unlike_llama3(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """The stated fields of a rotary scaling that differ from the fixed values of Megatron's; all, if one is missing.
+
+    Args:
+        scaling: the ``rotary_scaling`` of a manifest's ``model``.
+    """
+    if scaling.get("rope_type") != MEGATRON_SCALING["rope_type"] or not MEGATRON_SCALING.keys() <= scaling.keys():
+        return dict(scaling)
+    return {name: scaling[name] for name, fixed in MEGATRON_SCALING.items() if scaling[name] != fixed}
+
+
+def llama_args(model: Mapping[str, Any], program: str = "legacy Megatron") -> dict[str, Any]:
     """Megatron's arguments of a Llama, from the manifest's ``model``.
+
+    Args:
+        model: the ``model`` of a manifest.
+        program: whose checkpoint is written, for messages.
 
     Raises:
         UnsupportedError: a rotary scaling that a legacy checkpoint cannot store.
@@ -261,11 +293,10 @@ def llama_args(model: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": groups,
     }
     if scaling is not None:
-        unlike = {name: scaling.get(name) for name, fixed in MEGATRON_SCALING.items() if scaling.get(name) != fixed}
-        if unlike:
+        if unlike := unlike_llama3(scaling):
             raise UnsupportedError(
-                f"rotary scaling {short_repr(unlike)}: a legacy checkpoint can store {MEGATRON_SCALING} only; use "
-                "--to hf or native"
+                f"{program}: rotary scaling {short_repr(unlike)} is not supported, only {MEGATRON_SCALING}; use --to "
+                "hf or native"
             )
         args |= {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
     return args

@@ -25,6 +25,7 @@ from .write_optimizer import mapped_moments, optimizer_tree
 # Megatron renamed them in January 2021, after version 3.0; loaders of version 3.0 read both.
 OLDER_NAMES = (("language_model.encoder.", "language_model.transformer."), (".self_attention.", ".attention."))
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d{1,9})\.")
+LEGACY = "legacy Megatron"
 HEAD_COPY = "word_embeddings_for_head.weight"
 WORD = "language_model.embedding.word_embeddings.weight"
 
@@ -113,19 +114,20 @@ def plan_legacy(
     return files, {"latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode()}
 
 
-def check_supported(model: Mapping[str, Any], version: float) -> None:
-    """Check that legacy Megatron can represent a model.
+def check_supported(model: Mapping[str, Any], version: float, program: str = LEGACY) -> None:
+    """Check that the names and arguments of legacy Megatron can represent a model.
 
     Args:
         model: the ``model`` of a manifest.
         version: of the checkpoint format, 0 to 3.0; grouped queries exist since 2.0.
+        program: whose checkpoint is written, for messages.
 
     Raises:
         UnsupportedError: positions, activation, experts or a head that Megatron does not implement.
     """
     if unlike := unlike_family(model):
         fields = ", ".join(f"{name} = {value}" for name, value in unlike.items())
-        raise UnsupportedError(f"legacy Megatron: {fields} is not supported; use --to hf or native")
+        raise UnsupportedError(f"{program}: {fields} is not supported; use --to hf or native")
     needed = {"position_embedding": "rotary" if model["family"] == "llama" else "learned"}
     needed["activation"] = model["activation"]
     if model["family"] == "llama":
@@ -135,11 +137,11 @@ def check_supported(model: Mapping[str, Any], version: float) -> None:
     for field, value in needed.items():
         if model.get(field, value) != value:
             raise UnsupportedError(
-                f"legacy Megatron: {field} {model[field]!r} is not supported, only {value!r}; use --to native"
+                f"{program}: {field} {model[field]!r} is not supported, only {value!r}; use --to native"
             )
     if model.get("num_experts"):
         raise UnsupportedError(
-            "legacy Megatron cannot store this model's experts: its SwitchMLP routes each token to one expert (here "
+            f"{program} cannot store this model's experts: its SwitchMLP routes each token to one expert (here "
             f"{model.get('moe_top_k', 2)}), by a softmax or sigmoid that the files do not record; use --to hf or native"
         )
     if model.get("num_key_value_heads", model["num_attention_heads"]) != model["num_attention_heads"] and version < 2:
@@ -147,7 +149,7 @@ def check_supported(model: Mapping[str, Any], version: float) -> None:
             f"checkpoint version {version:g} has no grouped queries; use --checkpoint-version 2.0 or 3.0"
         )
     if model["family"] == "bert" and not model["tied_embeddings"] and not model.get("task_head"):
-        raise UnsupportedError("legacy Megatron: the head of a BERT must be tied to its embedding; use --to native")
+        raise UnsupportedError(f"{program}: the head of a BERT must be tied to its embedding; use --to native")
 
 
 def split_stage(model: Mapping[str, Any], counts: Sequence[int]) -> int | None:

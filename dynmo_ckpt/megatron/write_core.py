@@ -8,11 +8,13 @@ Megatron-core calls ``fully_reshardable``: float32 weights and moments under the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from .._common.document import encode_json
 from ..io.errors import UnsupportedError
+from ..maps.decoder_fields import DECODERS, GATED, SIGMOID_GATED, decoder_fields, unlike_family
 from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor, Writable
@@ -27,8 +29,10 @@ from ..torch_save.writer import (
     TorchSaveFile,
     dump_pickle,
 )
-from .core_names import core_name
+from .core_decoder import check_decoder, decoder_args
+from .core_names import EXTRA_STATE, core_name
 from .model_sizes import legacy_args, megatron_rows
+from .read_core_decoder import MAP
 from .training_progress import adam_group, grad_scaler, megatron_args, progress_of
 from .write import check_supported
 from .write_optimizer import MOMENTS, mapped_moments
@@ -36,6 +40,14 @@ from .write_optimizer import MOMENTS, mapped_moments
 DATA_FILE = "__0_0.distcp"
 PACKAGE = "torch.distributed.checkpoint.metadata"
 FULLY = "fully_reshardable"
+STACKED_LAYERS, EXPERTS = "decoder.layers.", ".mlp.experts.experts."
+WITH_EXTRA_STATE = re.compile(r"\.(linear_\w+|eh_proj|\w*layernorm|enorm|hnorm)$")
+FUSED_NORMS = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+    "linear_q_up_proj": "q_layernorm",
+    "linear_kv_up_proj": "kv_layernorm",
+}
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -51,27 +63,38 @@ def plan_core(
         with_optimizer: include the optimizer state.
 
     Raises:
-        UnsupportedError: a family other than GPT and Llama, or a tensor without a map.
+        UnsupportedError: a model that Megatron-core does not compute, or a tensor without a map.
     """
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
-    if model["family"] not in ("gpt", "llama"):
+    if model["family"] not in DECODERS:
         raise UnsupportedError(
             f"Megatron-core: the family {model['family']} is not supported, only gpt and llama; use --to native"
         )
-    check_supported(model, 3.0)
-    layout = layout_of(load_map(f"legacy_{model['family']}", "2"), model, foreign_vocab_size=megatron_rows(model, 1))
+    is_own = has_own_map(model)
+    if is_own:
+        check_decoder(model)
+        if with_optimizer:
+            raise UnsupportedError(
+                "Megatron-core: optimizer state is written for the shapes of GPT and Llama only; use --no-optimizer"
+            )
+    else:
+        check_supported(model, 3.0, "Megatron-core")
+    name_map = load_map(MAP) if is_own else load_map(f"legacy_{model['family']}", "2")
+    layout = layout_of(name_map, model, foreign_vocab_size=megatron_rows(model, 1))
     stored = checkpoint.weights()
     masks = checkpoint.masks()
     weights = to_foreign(layout, stored, ties, masks)
-    entries = _entries("", weights, dtype)
+    buffers = set(checkpoint.names("buffer"))
+    entries = _entries("", weights, dtype, model, buffers)
+    weights_only = dict(entries)
     if with_optimizer:
         # The masters are float32, whatever the type of the weights.
-        entries |= _entries("optimizer.state.fp32_param.", weights, "F32")
+        entries |= _entries("optimizer.state.fp32_param.", weights, "F32", model)
         moments = mapped_moments(checkpoint, layout, rank=0, ranks=1)
         for kind in MOMENTS:
-            entries |= _entries(f"optimizer.state.{kind}.", moments[kind].values(), "F32")
+            entries |= _entries(f"optimizer.state.{kind}.", moments[kind].values(), "F32", model)
     folder = f"iter_{checkpoint.manifest['step']:07d}"
-    data, metadata = distributed_files(f"{folder}/", entries)
+    data, metadata = distributed_files(f"{folder}/", entries, extra_states(weights_only, model))
     about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
     small = {
         "latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode(),
@@ -84,29 +107,53 @@ def plan_core(
 Entries = dict[str, list[tuple[tuple[int, ...], OutputTensor]]]
 
 
-def distributed_files(prefix: str, entries: Entries) -> tuple[ConcatenatedTorchFiles, bytes]:
+def distributed_files(prefix: str, entries: Entries, empty: Sequence[str] = ()) -> tuple[ConcatenatedTorchFiles, bytes]:
     """The data file of a distributed checkpoint, and the contents of its ``.metadata``.
 
     Args:
         prefix: of the path of the data file, empty or ending with a slash.
         entries: for each name its chunks: begin in the whole tensor, and the tensor to write.
+        empty: names of objects without contents; they share one part of the file.
     """
     parts = [_part(tensor) for chunks in entries.values() for _, tensor in chunks]
+    parts += [TorchSaveFile(name="", tensors=(), tree=[None])] if empty else []
     data = ConcatenatedTorchFiles(name=f"{prefix}{DATA_FILE}", parts=tuple(parts))
-    return data, dump_pickle(_metadata(entries, data))
+    return data, dump_pickle(_metadata(entries, data, empty))
 
 
-def _entries(prefix: str, tensors: Iterable[MappedTensor], dtype: str | None) -> Entries:
+def has_own_map(model: Mapping[str, Any]) -> bool:
+    """Whether a decoder has parts that the names of GPT and Llama of legacy Megatron do not have.
+
+    Args:
+        model: the ``model`` of a manifest.
+    """
+    scaling = decoder_fields(model)["rotary_scaling"] or {"rope_type": "llama3"}
+    is_plain = not unlike_family(model) and not model.get("num_experts") and not model.get("sliding_window")
+    if is_plain and scaling["rope_type"] == "llama3" and model["activation"] not in SIGMOID_GATED:
+        return False
+    # Megatron-core has no names for an MLP without a gate next to rotary positions here, nor for other families.
+    return decoder_fields(model)["position_embedding"] == "rotary" and model["activation"] in GATED
+
+
+def _entries(
+    prefix: str,
+    tensors: Iterable[MappedTensor],
+    dtype: str | None,
+    model: Mapping[str, Any],
+    buffers: Container[str] = (),
+) -> Entries:
     """For each Megatron-core name its chunks: begin in the stacked tensor, and the tensor to write."""
     found: Entries = {}
+    is_own = has_own_map(model)
     for each in tensors:
-        name = core_name(each.name)
-        match = LAYER.match(name)
-        stacked = LAYER.sub("decoder.layers.", name)
-        # Megatron-core stacks a weight of all layers in one tensor. Each layer is written as a chunk of it.
+        name = each.name if is_own else core_name(each.name)
+        # Megatron-core stacks a weight of all layers in one tensor, where all layers are alike. Each layer is written
+        # as a chunk of it.
+        match = None if model.get("moe_layer_pattern") else LAYER.match(name)
+        stacked = LAYER.sub("decoder.layers.", name) if match else name
         begin = (int(match[1]), *(0 for _ in each.shape)) if match else tuple(0 for _ in each.shape)
         shape = (1, *each.shape) if match else each.shape
-        cast = None if dtype == each.content.dtype else dtype
+        cast = None if dtype == each.content.dtype or each.source_name in buffers else dtype
         output = OutputTensor(key=f"{prefix}{name}", shape=shape, content=each.content, mask=each.mask, cast=cast)
         found.setdefault(prefix + stacked, []).append((begin, output))
     return {name: sorted(chunks, key=lambda chunk: chunk[0]) for name, chunks in found.items()}
@@ -117,28 +164,64 @@ def _part(tensor: OutputTensor) -> TorchSaveFile:
     return TorchSaveFile(name="", tensors=(tensor,), tree=NewTensor(0, tensor.dtype, tensor.shape))
 
 
-def _metadata(entries: Entries, data: ConcatenatedTorchFiles) -> NewObject:
+def extra_states(entries: Entries, model: Mapping[str, Any]) -> list[str]:
+    """Names of the extra state of modules, which Megatron-core requests of a checkpoint and which has no contents here.
+
+    Its linear layers have it, and with Transformer Engine norms and attention too. Megatron-core gives each layer, and
+    each expert, a shard of its own.
+
+    Args:
+        entries: the weights.
+        model: the ``model`` of a manifest.
+    """
+    layers, experts = model["num_layers"], model.get("num_experts", 0)
+    shards: dict[str, tuple[int, ...]] = {}
+    for name in entries:
+        module = name.rpartition(".")[0]
+        is_stacked = module.startswith(STACKED_LAYERS) and not LAYER.match(module)
+        counts: tuple[int, ...] = (layers,) if is_stacked else ()
+        counts += (experts,) if EXPERTS in module else ()
+        shards |= {each: counts or (1,) for each in _modules(name)}
+    return [
+        f"{module}.{EXTRA_STATE}/shard_{'.'.join(map(str, place))}_{'.'.join(map(str, counts))}"
+        for module, counts in shards.items()
+        for place in product(*map(range, counts))
+    ]
+
+
+def _modules(name: str) -> list[str]:
+    """The modules with extra state to which a weight belongs; a fused norm is also a module of its own."""
+    module, _, part = name.rpartition(".")
+    own = [module] if WITH_EXTRA_STATE.search(module) else []
+    if module.endswith("linear_proj"):
+        own.append(f"{module.removesuffix('linear_proj')}core_attention")
+    for linear, norm in FUSED_NORMS.items():
+        if part.startswith("layer_norm_") and module.endswith(linear):
+            own.append(module.removesuffix(linear) + norm)
+    return own
+
+
+def _metadata(entries: Entries, data: ConcatenatedTorchFiles, empty: Sequence[str]) -> NewObject:
     """The object that torch pickles as ``.metadata``."""
-    tensors: dict[str, NewObject] = {}
+    tensors: dict[str, NewObject] = {name: _metadata_object("BytesStorageMetadata") for name in empty}
     places: list[tuple[NewObject, NewObject]] = []
     # plan_core concatenates the chunks in the order of the entries, so both are walked in step.
     at = iter(zip(data.begins, data.parts, strict=True))
     for name, chunks in entries.items():
         described = []
         for begin, tensor in chunks:
-            offset, part = next(at)
+            place = _place(*next(at))
             described.append(_metadata_object("ChunkStorageMetadata", offsets=_size(begin), sizes=_size(tensor.shape)))
-            index = _metadata_object("MetadataIndex", fqn=name, offset=_size(begin), index=None)
-            place = {"relative_path": DATA_FILE, "offset": offset, "length": part.num_bytes}
-            places.append(
-                (index, NewObject(GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place))
-            )
+            places.append((_metadata_object("MetadataIndex", fqn=name, offset=_size(begin), index=None), place))
         ends = [tuple(b + n for b, n in zip(begin, tensor.shape, strict=True)) for begin, tensor in chunks]
         size = tuple(max(along) for along in zip(*ends, strict=True))
         properties = _properties(chunks[0][1].dtype)
         tensors[name] = _metadata_object(
             "TensorStorageMetadata", properties=properties, size=_size(size), chunks=described
         )
+    for offset, part in at:
+        place = _place(offset, part)
+        places += [(_metadata_object("MetadataIndex", fqn=name, offset=None, index=None), place) for name in empty]
     return _metadata_object(
         "Metadata",
         state_dict_metadata=tensors,
@@ -147,6 +230,11 @@ def _metadata(entries: Entries, data: ConcatenatedTorchFiles) -> NewObject:
         storage_meta=None,
         version="1.0.0",
     )
+
+
+def _place(offset: int, part: TorchSaveFile) -> NewObject:
+    fields = {"relative_path": DATA_FILE, "offset": offset, "length": part.num_bytes}
+    return NewObject(GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo"), fields)
 
 
 def _metadata_object(kind: str, **fields: Any) -> NewObject:
@@ -170,7 +258,8 @@ def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) ->
     """``common.pt``: arguments, progress, and the parameter groups without tensors."""
     model, optimizer = checkpoint.manifest["model"], checkpoint.manifest["optimizer"]
     progress, constants = progress_of(checkpoint.manifest), ConstantStorages()
-    args = legacy_args(model, 1, 1, 3.0, None) | megatron_args(progress)
+    described = decoder_args(model) if has_own_map(model) else legacy_args(model, 1, 1, 3.0, None, "Megatron-core")
+    args = described | megatron_args(progress)
     args |= {"use_dist_ckpt": True, "dist_ckpt_format": "torch_dist", "ckpt_format": "torch_dist"}
     tree: dict[str, Any] = {
         "args": NewObject(GlobalName("argparse", "Namespace"), args),

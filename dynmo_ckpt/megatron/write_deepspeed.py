@@ -54,7 +54,7 @@ def plan_deepspeed(
         raise UnsupportedError(
             f"Megatron-DeepSpeed: the family {model['family']} is not supported, only gpt and llama; use --to native"
         )
-    check_supported(model, 3.0)
+    check_supported(model, 3.0, "Megatron-DeepSpeed")
     check_divisible(model, tensor_parallel_size)
     layout = layout_of(
         load_map(f"legacy_{model['family']}", "2"), model, foreign_vocab_size=megatron_rows(model, tensor_parallel_size)
@@ -66,7 +66,7 @@ def plan_deepspeed(
         raise UsageError(f"weights have the types {', '.join(sorted(types))}; choose one with --dtype")
     tag = f"global_step{checkpoint.manifest['step']}"
     progress = progress_of(checkpoint.manifest)
-    args = legacy_args(model, tensor_parallel_size, 1, 3.0, None) | megatron_args(progress)
+    args = legacy_args(model, tensor_parallel_size, 1, 3.0, None, "Megatron-DeepSpeed") | megatron_args(progress)
     files = []
     for rank in range(tensor_parallel_size):
         mapped = {m.name: m for m in to_foreign(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)}

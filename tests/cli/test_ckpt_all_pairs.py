@@ -155,3 +155,69 @@ def test_titan_refuses_other_models_by_name(tmp_path, ckpt, family):
     native_checkpoints.save(tmp_path / "native", p, m)
     result = ckpt("convert", tmp_path / "native", tmp_path / "out", "--to", "titan", code=5)
     assert f"a {'gpt2' if family == 'gpt' else 'mistral'} is not written" in result.stderr
+
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-6}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DECODERS = {
+    "Qwen2": {**GROUPED, "tie_word_embeddings": True},
+    "Qwen3": {**GROUPED, "head_dim": 12},
+    "Mixtral": {**GROUPED, **EXPERTS},
+    "Qwen3Moe": {
+        **GROUPED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+    },
+    "GptOss": {**GROUPED, **EXPERTS, "head_dim": 16},
+    "DeepseekV3": {
+        **GROUPED,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
+
+# Fields that every form records, in the same words.
+STATED = {
+    *("num_layers", "ffn_hidden_size", "num_key_value_heads", "head_dim", "layernorm_epsilon", "tied_embeddings"),
+    *("rotary_base", "attention_bias", "qk_norm", "num_experts", "moe_top_k", "moe_layer_pattern", "kv_lora_rank"),
+    *("sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit", "attention_sinks", "moe_router_bias"),
+}
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders_of_today_convert_between_all_forms(tmp_path, ckpt, kind):
+    """Transformers' form, the native one and Megatron-core's, each in one step to each."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**DECODERS[kind], pad_token_id=None)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path / "hf")
+    forms = ("hf", "native", "dcp")
+    for form in forms[1:]:
+        ckpt("convert", tmp_path / "hf", tmp_path / form, "--to", form, "--no-check-logits")
+    before, _ = open_checkpoint(tmp_path / "hf")
+    for source, target in itertools.product(forms, forms):
+        out = tmp_path / f"{source}-{target}"
+        ckpt("convert", tmp_path / source, out, "--to", target, "--no-check-logits", "--no-verify")
+        after, _ = open_checkpoint(out, target)
+        assert set(before.weights()) == set(after.weights())
+        for name in before.weights():
+            assert np.array_equal(load_array(before, name), load_array(after, name)), (source, target, name)
+        models = [each.manifest["model"] for each in (before, after)]
+        assert all(models[0][field] == models[1].get(field) for field in models[0] if field in STATED), (source, target)

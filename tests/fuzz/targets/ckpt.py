@@ -6,6 +6,7 @@ The project reads no GGUF: such a file is refused by its name.
 # Seeds are lines as other programs write them.
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import shutil
@@ -250,6 +251,13 @@ def _dcp(place: Path) -> None:
     dcp.save(place, dcp.core(m, native.parameters(m)), {"args": dcp.arguments(m), "iteration": 1})
 
 
+def _dcp_decoder(place: Path) -> None:
+    """A distributed checkpoint of a decoder with experts, whose model is described by more arguments."""
+    decoder = _helper("test_core_decoder")
+    args = argparse.Namespace(**decoder.ARGS, window_size=(3, 0), window_attn_skip_freq=2)
+    _helper("test_torch_dcp").save(place, decoder.state(), {"args": args, "iteration": 1})
+
+
 def _dcp_flat(place: Path) -> None:
     """A distributed checkpoint with flat optimizer buckets."""
     native = _helper("native_checkpoints")
@@ -448,6 +456,7 @@ TARGETS = [
         for label, file in (("metadata", ".metadata"), ("tensors", "__0_0.distcp"))
     ),
     _DCP_COMMON,
+    folder_target(f"{P}.converters.registry:open_checkpoint", _dcp_decoder, file="common.pt", label="dcp-decoder"),
     *(
         folder_target(f"{P}.converters.registry:open_checkpoint", _titan, file=file, label=f"titan-{label}")
         for label, file in (("metadata", ".metadata"), ("json", "config.json"))

@@ -117,7 +117,7 @@ def test_t5_stages_are_split_between_encoder_and_decoder():
 
 def test_legacy_args_sliding_window_is_refused():
     model = families.llama(sliding_window=4)
-    with pytest.raises(UnsupportedError, match="sliding_window 4: a legacy checkpoint"):
+    with pytest.raises(UnsupportedError, match="legacy Megatron: sliding_window 4 is not supported"):
         legacy_args(model, 1, 1, 3.0, None)
 
 
