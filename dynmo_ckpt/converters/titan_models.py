@@ -123,6 +123,9 @@ def _unlike_scaling(kind: str, scaling: Mapping[str, Any] | None, found: TitanMo
         return {"rotary_scaling": name}
     if name != "yarn":
         return {}
+    # torchtitan ignores such a YaRN, and transformers applies it.
+    if scaling["factor"] < 1:
+        return {"rotary_scaling": f"yarn with the factor {scaling['factor']}"}
     attention, scales = scaling.get("attention_factor"), (scaling.get("mscale"), scaling.get("mscale_all_dim"))
     if kind == "gpt_oss":
         is_computed = attention is None and not any(scales)

@@ -104,6 +104,11 @@ REFUSED = {
         "rotary_scaling",
     ),
     "yarn that scales": ("qwen3", {"rope_parameters": YARN}, "rotary_scaling"),
+    "yarn, less than 1": (
+        "qwen3",
+        {"rope_parameters": YARN | {"attention_factor": 1.0, "factor": 0.5}},
+        "the factor 0.5",
+    ),
     "yarn, one mscale": ("deepseek", {"rope_parameters": YARN | {"mscale": 1.0}}, "rotary_scaling"),
     "yarn, a factor": ("gpt-oss", {"rope_parameters": YARN | {"attention_factor": 1.0}}, "rotary_scaling"),
     "halves": ("deepseek", {"rope_interleave": False}, "rotary_interleaved"),
