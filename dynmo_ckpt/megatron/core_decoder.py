@@ -37,7 +37,7 @@ POSITIONS, WORD, OUTPUT = (
 )
 # Parts of names, and arguments with other values than none, that a Llama of legacy Megatron does not have.
 OWN_NAMES = (
-    *("self_attention.linear_qkv.bias", "layernorm.weight_", "q_layernorm", "k_layernorm", "kv_layernorm", "linear_q_"),
+    *("self_attention.linear_qkv.bias", "q_layernorm", "k_layernorm", "kv_layernorm", "linear_q_"),
     *("linear_kv_", "softmax_offset", "mlp.router.", "mlp.experts.", "mlp.shared_experts.", "mtp.layers."),
 )
 OWN_ARGS = ("window_size", "quick_geglu", "activation_func_clamp_value", "rotary_seq_len_interpolation_factor")
