@@ -37,8 +37,8 @@ POSITIONS, WORD, OUTPUT = (
 )
 # Parts of names, and arguments with other values than none, that a Llama of legacy Megatron does not have.
 OWN_NAMES = (
-    *("self_attention.linear_qkv.bias", "layernorm.weight_", "q_layernorm", "k_layernorm", "kv_layernorm", "linear_q_"),
-    *("linear_kv_", "softmax_offset", "mlp.router.", "mlp.experts.", "mlp.shared_experts.", "mtp.layers."),
+    *("self_attention.linear_qkv.bias", "q_layernorm", "k_layernorm", "kv_layernorm", "linear_q_", "linear_kv_"),
+    *("softmax_offset", "linear_fc1.weight_", "mlp.router.", "mlp.experts.", "mlp.shared_experts.", "mtp.layers."),
 )
 OWN_ARGS = ("window_size", "quick_geglu", "activation_func_clamp_value", "rotary_seq_len_interpolation_factor")
 LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -288,14 +288,14 @@ def check_decoder(model: Mapping[str, Any]) -> None:
         needed["moe_router_bias"] = (bool(model.get("num_experts")),)
     for name, values in needed.items():
         if stated[name] not in values:
-            wanted = " or ".join(map(str, values))
+            permitted = " or ".join(map(str, values))
             raise UnsupportedError(
-                f"Megatron-core: {name} = {stated[name]} is not supported, only {wanted}; use --to hf or native"
+                f"Megatron-core: {name} = {stated[name]} is not supported, only {permitted}; use --to hf or native"
             )
     if model.get("kv_lora_rank") and model["layernorm_epsilon"] != LATENT_EPSILON:
         raise UnsupportedError(
             f"Megatron-core: layernorm_epsilon = {model['layernorm_epsilon']:g} with latent attention is unsupported: "
-            f"its latents have the same epsilon, and the model's {LATENT_EPSILON:g}; use --to hf or native"
+            f"there latents have the same epsilon, and here {LATENT_EPSILON:g}; use --to hf or native"
         )
 
 

@@ -82,7 +82,7 @@ def router_of_args(path: str, args: Args, experts: int) -> dict[str, Any]:
     if (factor := number_of(path, args, "moe_router_topk_scaling_factor")) not in (None, 0.0, 1.0):
         found["moe_router_topk_scaling_factor"] = factor
     groups, chosen = (count_of(path, args, f"moe_router_{name}") for name in ("num_groups", "group_topk"))
-    # All groups are no limit.
+    # All groups together limit nothing.
     if groups and chosen and groups != chosen:
         if experts % groups or chosen > groups or top_k % chosen or top_k // chosen > experts // groups:
             raise UnsupportedError(

@@ -3,7 +3,8 @@
     python megatron_families.py save|load FAMILY NAMES DIRECTORY
 
 ``NAMES`` is ``local`` or ``te``: modules of Transformer Engine fuse norms into linear layers, and their checkpoints
-have other names. ``DIRECTORY.logits.npy`` gets the logits of ``TOKENS``.
+have other names; ``single`` is ``local`` with a tensor for each expert, gate and up projection.
+``DIRECTORY.logits.npy`` gets the logits of ``TOKENS``.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def built(family: str, names: str) -> Any:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     for layer in spec.layer_specs:
         is_latent, has_experts = kind is MLATransformerConfig, layer.submodules.mlp.module is MoELayer
-        fused = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if names == "local" or not has_experts else {}
+        fused = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if names != "te" or not has_experts else {}
         if is_latent and names == "te":
             for latent in ("q", "kv"):
                 fused[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
@@ -266,7 +267,9 @@ def main() -> None:
         randomize(model, 0 if command == "save" else 1)
         from megatron.core import parallel_state
 
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        if names == "single":
+            metadata["singleton_local_shards"] = True
         if command == "save":
             saved = {
                 "model": model.sharded_state_dict(metadata=metadata),
@@ -276,9 +279,9 @@ def main() -> None:
             }
             dist_checkpointing.save(saved, directory)
         else:
-            wanted = {"model": model.sharded_state_dict(metadata=metadata)}
+            requested = {"model": model.sharded_state_dict(metadata=metadata)}
             # Unexpected are names that it requests and a checkpoint lacks; we write those of other modules too.
-            loaded = dist_checkpointing.load(wanted, directory, strict=StrictHandling.RAISE_UNEXPECTED)
+            loaded = dist_checkpointing.load(requested, directory, strict=StrictHandling.RAISE_UNEXPECTED)
             model.load_state_dict(loaded["model"], strict=True)
         np.save(f"{directory}.logits.npy", logits_of(model))
     torch.distributed.destroy_process_group()

@@ -23,6 +23,8 @@ ATOL = 1e-4
 # Family, and the names of its checkpoint; the architecture of transformers that computes it, None where there is none.
 CASES = {
     ("llama", "local"): "LlamaForCausalLM",
+    ("llama", "single"): "LlamaForCausalLM",
+    ("mixtral", "single"): "MixtralForCausalLM",
     ("qwen2", "local"): "Qwen2ForCausalLM",
     ("qwen3", "local"): "Qwen3ForCausalLM",
     ("mixtral", "local"): "MixtralForCausalLM",
