@@ -105,3 +105,19 @@ def size(config: Config, field: str) -> int:
     if field.endswith(("layers", "n_layer")) and value > MAX_LAYERS:
         raise CorruptError(f"config.json: {field} must be at most {MAX_LAYERS:,}, found {short_repr(value)}")
     return value
+
+
+def experts_per_token(config: Config, experts: str) -> int:
+    """The number of experts that a token chooses, ``num_experts_per_tok``.
+
+    Args:
+        config: the configuration.
+        experts: key of the number of experts.
+
+    Raises:
+        CorruptError: it is not a positive integer, or above the number of experts.
+    """
+    chosen, count = size(config, "num_experts_per_tok"), size(config, experts)
+    if chosen > count:
+        raise CorruptError(f"config.json: num_experts_per_tok {chosen:,} is above {experts}, {count:,}")
+    return chosen

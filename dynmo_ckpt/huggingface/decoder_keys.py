@@ -11,7 +11,7 @@ from typing import Any
 
 from .._common.document import finite_number, short_repr
 from ..io.errors import CorruptError, UnsupportedError
-from .config_keys import size
+from .config_keys import experts_per_token, size
 from .decoder_rotary import FULL, SLIDING
 
 Config = Mapping[str, Any]
@@ -47,7 +47,7 @@ def _write_experts(model: Config, _own: Config) -> Fields:
 def _expert_fields(config: Config) -> Fields:
     return {
         "num_experts": size(config, "num_local_experts"),
-        "moe_top_k": size(config, "num_experts_per_tok"),
+        "moe_top_k": experts_per_token(config, "num_local_experts"),
         "moe_aux_loss_coeff": config["router_aux_loss_coef"],
         "moe_routing": "topk",
     }

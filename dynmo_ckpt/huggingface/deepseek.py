@@ -13,7 +13,7 @@ from typing import Any
 from .._common.document import finite_number, short_repr
 from ..io.errors import CorruptError, UnsupportedError
 from ..maps.decoder_fields import LLAMA, decoder_fields
-from .config_keys import size
+from .config_keys import experts_per_token, size
 from .decoder_rotary import rotary_config, rotary_fields
 from .decoders import ROTARY, SILENT
 
@@ -92,7 +92,7 @@ def _experts(kind: str, config: Config, layers: int) -> Model:
     inner = size(config, "moe_intermediate_size")
     model: Model = {
         "num_experts": size(config, "n_routed_experts"),
-        "moe_top_k": size(config, "num_experts_per_tok"),
+        "moe_top_k": experts_per_token(config, "n_routed_experts"),
         "moe_aux_loss_coeff": 0.0,
         "moe_routing": "topk",
         "moe_shared_ffn_size": inner * size(config, "n_shared_experts"),

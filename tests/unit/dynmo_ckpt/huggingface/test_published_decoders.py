@@ -3,7 +3,8 @@
 import pytest
 
 from dynmo_ckpt.huggingface.models import hf_model
-from dynmo_ckpt.io.errors import UnsupportedError
+from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
+from tests.unit.dynmo_ckpt.huggingface.test_published_configs import MIXTRAL
 
 QWEN_2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -202,3 +203,17 @@ def test_setting_that_no_class_of_transformers_reads_has_its_plain_value(config,
     """The publisher's own program computes another model with it."""
     with pytest.raises(UnsupportedError, match=next(iter(changes))):
         hf_model(config | changes, 1)
+
+
+# Everything else has transformers' defaults.
+DEEPSEEK = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("published", "key"),
+    [(QWEN_3_MOE, "num_local_experts"), (DEEPSEEK, "n_routed_experts"), (MIXTRAL, "num_local_experts")],
+    ids=["qwen3_moe", "deepseek_v3", "mixtral"],
+)
+def test_hf_model_with_more_experts_per_token_than_experts_is_refused(published, key):
+    with pytest.raises(CorruptError, match=f"num_experts_per_tok 1,000 is above {key}"):
+        hf_model(published | {"num_experts_per_tok": 1000}, 1)
