@@ -42,6 +42,9 @@ def run_inline(job: Job, phase: Phase, indices: Sequence[int], report: Report) -
 
 def worker_main(connection: Connection, job: Job) -> None:
     """Main loop of a worker: receive a task, run it, send the result; None stops it."""
+    # orjson imports it at its first call, and aborts with a traceback of its own if the signal comes there.
+    import numpy  # noqa: F401
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops its workers with SIGTERM
     signal.signal(signal.SIGTERM, _stop)
 

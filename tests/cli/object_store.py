@@ -30,7 +30,22 @@ GS_SERVER = """
 import http.server
 import os
 import sys
+import threading
 from gcp_storage_emulator import server
+from gcp_storage_emulator.storage import Storage
+
+lock = threading.RLock()
+
+def locked(method):
+    def call(*words, **options):
+        with lock:
+            return method(*words, **options)
+    return call
+
+# It writes its tables in one thread while another changes them, and then drops the connection: one change at a time.
+for name, method in list(vars(Storage).items()):
+    if callable(method) and not isinstance(method, staticmethod | classmethod) and not name.startswith("__"):
+        setattr(Storage, name, locked(method))
 http.server.HTTPServer = server.server.HTTPServer = http.server.ThreadingHTTPServer
 emulator = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
 emulator.start()

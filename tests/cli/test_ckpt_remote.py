@@ -191,6 +191,8 @@ def test_cut_upload_is_not_a_checkpoint(server, place, tmp_path):
 @pytest.mark.parametrize("number", [2, 6, 10, 14, 18, 22])
 def test_killed_upload_is_not_a_checkpoint(server, place, checkpoint, number):
     """The process is killed at one of its requests; whatever is there, nothing takes it for a model."""
+    if server.scheme == "gs":
+        number = number * 18 // 22  # it has 18 such requests, S3 at least 22
     address, prefix = place
     started = []
 

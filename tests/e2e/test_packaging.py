@@ -54,15 +54,17 @@ def requirements_of(extra):
 
 def needed(names):
     """These distributions and all that they need, in the environment that runs the tests."""
-    found, left = {}, list(names)
+    found, left = {}, [(name, "") for name in names]
     while left:
-        distribution = importlib.metadata.distribution(left.pop())
-        if distribution.name in found:
+        name, extra = left.pop()
+        distribution = importlib.metadata.distribution(name)
+        if (distribution.name, extra) in found:
             continue
-        found[distribution.name] = distribution
-        requirements = map(Requirement, distribution.requires or ())
-        left += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
-    return list(found.values())
+        found[distribution.name, extra] = distribution
+        for each in map(Requirement, distribution.requires or ()):
+            if each.marker is None or each.marker.evaluate({"extra": extra}):
+                left += [(each.name, inner) for inner in ("", *each.extras)]
+    return list({distribution.name: distribution for distribution in found.values()}.values())
 
 
 def link(distribution, site_packages):
