@@ -106,15 +106,17 @@ def _written_so_far() -> tuple[bytes, bytes]:
     return os.pread(1, sizes[0], 0), os.pread(2, sizes[1], 0)
 
 
-def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> int | None:
-    """Fork a rank; returns its process id, and None in the rank itself.
-
-    Raises:
-        OSError: there is no memory for another process, or a limit is reached.
-    """
+def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> bool:
+    """Fork a rank, and answer with its process id or with the error; returns whether this process is the rank."""
     reader, writer = os.pipe()
     waiting, release = os.pipe()
-    between = os.fork()
+    try:
+        between = os.fork()
+    except OSError as error:
+        for descriptor in (reader, writer, waiting, release):
+            os.close(descriptor)
+        send_message(connection, {"pid": 0, "errno": error.errno})
+        return False
     if between:
         os.close(writer)
         os.close(waiting)
@@ -122,12 +124,12 @@ def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> int | None:
         with os.fdopen(reader) as source:
             text = source.read()
         os.waitpid(between, 0)
-        # The rank waits for this: before, it is not a child of the launcher, and would conclude that this one ended.
-        os.close(release)
         pid, number = map(int, text.split())
-        if number:
-            raise OSError(number, os.strerror(number))
-        return pid
+        send_message(connection, {"pid": pid, "errno": number})
+        # The rank waits for this: before, it is not a child of the launcher, and would conclude that this one ended.
+        # After the answer, so that no rank runs of which the launcher does not know, should this process be killed.
+        os.close(release)
+        return False
     os.close(reader)
     os.close(release)
     try:
@@ -147,7 +149,7 @@ def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> int | None:
     os.close(writer)
     os.read(waiting, 1)
     os.close(waiting)
-    return None
+    return True
 
 
 def _reset_signals() -> None:
@@ -168,18 +170,11 @@ def _serve(connection: socket.socket) -> _Rank | None:
             request, streams = receive_message(connection, 2)
         except (EOFError, ConnectionError):
             return None
-        try:
-            pid = _fork_rank(connection, streams)
-        except OSError as error:
-            answer = {"pid": 0, "errno": error.errno}
-        else:
-            if pid is None:
-                arguments = tuple(request["arguments"])
-                return _Rank(module=request["module"], arguments=arguments, environment=request["environment"])
-            answer = {"pid": pid, "errno": 0}
+        if _fork_rank(connection, streams):
+            arguments = tuple(request["arguments"])
+            return _Rank(module=request["module"], arguments=arguments, environment=request["environment"])
         for stream in streams:
             os.close(stream)
-        send_message(connection, answer)
 
 
 def _run(rank: _Rank, written: tuple[bytes, bytes]) -> None:

@@ -142,4 +142,4 @@ def test_info_of_endless_model_returns(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 10**18}))
     done = CliRunner().invoke(ckpt_app, ["info", str(tmp_path)])
     assert isinstance(done.exception, CorruptError | SystemExit | click.ClickException)
-    assert "num_layers: must be at most 100,000" in str(done.exception)
+    assert "num_hidden_layers must be at most 100,000" in str(done.exception)
