@@ -182,7 +182,7 @@ def from_megatron(found: MegatronCheckpoint, path: Path) -> tuple[NativeCheckpoi
 
 def _add_optimizer(manifest: dict[str, Any], tensors: dict[str, Tensor], found: MegatronCheckpoint) -> None:
     """Add Adam's moments. As in Megatron, parameters with one dimension have no weight decay."""
-    names = [item.name for item in found.tensors]
+    names = [item.name for item in found.tensors if manifest["tensors"][item.name]["role"] == "parameter"]
     decayed = [name for name in names if len(manifest["tensors"][name]["shape"]) > 1]
     for item in found.optimizer:
         manifest["tensors"][item.name], tensors[item.name] = _entry("F32", item.shape, "optimizer"), item.content

@@ -35,7 +35,7 @@ from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, s
 from ..io.files import read_file, read_tracker
 from ..io.safetensors import DTYPE_BYTES
 from ..megatron.arguments import read_args
-from ..megatron.core_decoder import is_decoder
+from ..megatron.core_decoder import OUTPUT, WORD, is_decoder
 from ..megatron.core_names import EXTRA_STATE, legacy_names
 from ..megatron.read import (
     LAYER_NAME,
@@ -46,9 +46,11 @@ from ..megatron.read import (
     RankMetadata,
     assemble,
     assemble_state,
+    with_state,
 )
-from ..megatron.read_core_buckets import GATHERED, REMEDY, FlatState, is_flat, read_flat
-from ..megatron.read_core_decoder import assemble_decoder
+from ..megatron.read_core_buckets import REMEDY, flat_state, is_flat, read_flat
+from ..megatron.read_core_decoder import assemble_decoder, assemble_decoder_state
+from ..megatron.read_decoder_buckets import read_flat_decoder
 from ..megatron.training_progress import read_progress
 from ..megatron.write_core import plan_core
 from ..native.checkpoint import NativeCheckpoint
@@ -62,7 +64,9 @@ from .titan_models import titan_tensors
 
 METADATA, COMMON = ".metadata", "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
-GROUPS_OBJECT = re.compile(r"optimizer\.distributed\.dp_group_idx_\d{1,6}\.optimizer/shard_0_1")
+# The number of one of several optimizers.
+CHAINED = re.compile(r"^chained_\d{1,6}\.")
+GROUPS_OBJECT = re.compile(r"(?:chained_\d{1,6}\.)?optimizer\.distributed\.dp_group_idx_\d{1,6}\.optimizer/shard_0_1")
 TRACKER = "latest_checkpointed_iteration.txt"
 DTYPES = {
     "float64": "F64",
@@ -424,34 +428,51 @@ def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: 
     is_own = is_decoder(tensors, args)
     if not options.with_optimizer:
         return assemble_decoder(facts, tensors, options) if is_own else assemble(facts, *_stage(tensors), options)
-    if not any(name.startswith("optimizer.") for name in (*found.tensors, *found.other)):
+    if not any(CHAINED.sub("", name).startswith("optimizer.") for name in (*found.tensors, *found.other)):
         raise NoOptimizerStateError(
             f"{found.directory}: has no optimizer state; convert the weights alone with --no-optimizer"
         )
-    if is_own:
-        raise UnsupportedError(
-            f"{found.directory}: the optimizer state of a decoder beyond GPT and Llama is not read; convert the "
-            "weights alone with --no-optimizer"
-        )
     state: dict[str, tuple[list[dict[str, list[Tensor]]], Mapping[str, int]]] = {}
     if is_flat([*found.tensors, *found.other]):
+        flats = [flat_state(found.directory, found.tensors, found.other, found.object, number) for number in range(2)]
+        if is_own:
+            tables = {name: tensors[name] for name in (WORD, OUTPUT) if name in tensors}
+            kinds = read_flat_decoder(flats, assemble_decoder(facts, tensors, options), tables, args)
+            return with_state(facts, kinds, _steps(found), options)
         stages, layers = _stage(tensors)
-        gathered = {int(m[1]): found.object(name) for name in found.other if (m := GATHERED.fullmatch(name))}
-        flat = FlatState(path=found.directory, buckets=found.tensors, gathered=gathered)
         tables = {name: ranks[0] for name, ranks in stages[0].items() if name in (WORD_TABLE, OUTPUT_LAYER)}
-        parts = read_flat(flat, assemble(facts, stages, layers, options), tables, args)
+        parts = read_flat(flats[0], assemble(facts, stages, layers, options), tables, args)
         state = {kind: (each, layers) for kind, each in parts.items()}
         return assemble_state(facts, state, _steps(found), options, (stages, layers))
+    by_name = _state_by_name(found, tensors)
+    if is_own:
+        return assemble_decoder_state(facts, tensors, by_name, _steps(found), options)
+    return assemble_state(facts, {kind: _stage(part) for kind, part in by_name.items()}, _steps(found), options)
+
+
+def _state_by_name(found: DistributedCheckpoint, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The optimizer state of each kind by the name of the weight.
+
+    Args:
+        found: the checkpoint.
+        weights: by name.
+
+    Raises:
+        UnsupportedError: there is no state of a kind, or it is not float32.
+    """
+    # Of several optimizers, such as that of the experts, some releases number the names.
+    stored = {CHAINED.sub("", name): tensor for name, tensor in found.tensors.items()}
+    state = {}
     for kind in STATE_KINDS:
         prefixes = MASTERS if kind == "master" else (MOMENTS[kind],)
-        part = {n.removeprefix(p): t for p in prefixes for n, t in found.tensors.items() if n.startswith(p)}
+        part = {n.removeprefix(p): t for p in prefixes for n, t in stored.items() if n.startswith(p)}
         # A run in float32 has no masters: the weights themselves are the float32 parameters of Adam.
-        if kind == "master" and not part and any(name.startswith(MOMENTS["exp_avg"]) for name in found.tensors):
-            part = dict(tensors)
+        if kind == "master" and not part and any(name.startswith(MOMENTS["exp_avg"]) for name in stored):
+            part = dict(weights)
         if not part or any(tensor.dtype != "F32" for tensor in part.values()):
             raise UnsupportedError(f"{found.directory}: has no float32 {kind} of each weight; {REMEDY}")
-        state[kind] = _stage(part)
-    return assemble_state(facts, state, _steps(found), options)
+        state[kind] = part
+    return state
 
 
 def _stage(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, list[Tensor]]], dict[str, int]]:
@@ -463,11 +484,15 @@ def _stage(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, list[Tensor]]]
 def _steps(found: DistributedCheckpoint) -> set[int]:
     """Numbers of optimizer steps that are recorded: Megatron-core has one, next to the parameter groups."""
     optimizer: Any = found.common.get("optimizer")
-    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
-    state = inner.get("state", {}) if isinstance(inner, dict) else {}
-    recorded = [state.get("common_step")] if isinstance(state, dict) else []
-    groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
-    recorded += [group.get("step") for group in groups if isinstance(group, dict)]
+    recorded = []
+    # Several optimizers are numbered.
+    several = isinstance(optimizer, dict) and optimizer and all(isinstance(key, int) for key in optimizer)
+    for each in optimizer.values() if several else (optimizer,):
+        inner = each.get("optimizer", each) if isinstance(each, dict) else {}
+        state = inner.get("state", {}) if isinstance(inner, dict) else {}
+        recorded += [state.get("common_step")] if isinstance(state, dict) else []
+        groups = inner.get("param_groups") if isinstance(inner, dict) else None
+        recorded += [group.get("step") for group in groups or () if isinstance(group, dict)]
     steps = {int(number) for number in map(found.number, recorded) if number is not None}
     # The flat forms have the parameter groups of each model-parallel rank as an object.
     for name in found.other:

@@ -98,7 +98,8 @@ def local_rotary_fields(config: Config, positions: int, rules: RotaryRules) -> d
     full, local = ({**(stated.get(name) or {})} for name in (FULL, SLIDING))
     full |= config["rope_scaling"] or {}
     local.setdefault("rope_theta", config["rope_local_base_freq"])
-    own = {**config, "rope_scaling": None}
+    # For parameters of layer types, transformers reads the number of trained positions in them alone.
+    own = {**config, "rope_scaling": None, TRAINED: None}
     fields = rotary_fields({**own, "rope_parameters": full}, positions, rules)
     of_local = rotary_fields({**own, "rope_parameters": local}, positions, rules)
     if of_local == fields:

@@ -34,6 +34,7 @@ from .._common.document import (
     short_repr,
 )
 from .._common.errors import UsageError
+from ..formats.checkpoint_rules import EXPERT_BIASES
 from ..formats.choices import ReadOptions
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..io.files import read_tracker
@@ -190,6 +191,31 @@ def assemble_state(
         CorruptError: ranks with different numbers of steps, or masters that do not round to the weights.
         UsageError: options that change the set of tensors.
     """
+    kinds = {kind: assemble(facts, *state[kind], options) for kind in STATE_KINDS}
+    return with_state(facts, kinds, steps, options, None if weights is None else assemble(facts, *weights, options))
+
+
+def with_state(
+    facts: RankMetadata,
+    kinds: Mapping[str, MegatronCheckpoint],
+    steps: set[int],
+    options: ReadOptions,
+    weights: MegatronCheckpoint | None = None,
+) -> MegatronCheckpoint:
+    """The float32 masters as weights, with Adam's moments.
+
+    Args:
+        facts: what the files record apart from tensors.
+        kinds: the state of each kind (``master`` and the moments) in place of the weights; buffers are those of the
+            weights.
+        steps: the numbers of optimizer steps that the ranks record.
+        options: how to read.
+        weights: the stored weights, with which the masters are compared; None: state is stored by name.
+
+    Raises:
+        CorruptError: ranks with different numbers of steps, or masters that do not round to the weights.
+        UsageError: options that change the set of tensors.
+    """
     # State is found by position, so the weights must be exactly those of the trained module.
     if options.drop or options.untie or options.sparse:
         raise UsageError("--with-optimizer: cannot be combined with --drop, --untie or --sparse")
@@ -197,15 +223,17 @@ def assemble_state(
         raise CorruptError(
             f"{facts.path}: its ranks did {sorted(steps)} optimizer steps; all must have the same number"
         )
-    kinds = {kind: assemble(facts, *state[kind], options) for kind in STATE_KINDS}
     if weights is not None:
         from ..tensors.equality import rounds_to
 
-        for master, weight in zip(kinds["master"].tensors, assemble(facts, *weights, options).tensors, strict=True):
+        for master, weight in zip(kinds["master"].tensors, weights.tensors, strict=True):
             if not rounds_to(master.content, weight.content):
                 raise CorruptError(f"{facts.path}: {master.name}: the float32 master does not round to the weight")
     moments = tuple(
-        replace(item, name=f"{item.name}.{kind}") for kind in ("exp_avg", "exp_avg_sq") for item in kinds[kind].tensors
+        replace(item, name=f"{item.name}.{kind}")
+        for kind in ("exp_avg", "exp_avg_sq")
+        for item in kinds[kind].tensors
+        if not item.name.endswith(EXPERT_BIASES)
     )
     recorded = finite_number(facts.args.get("weight_decay"))
     return replace(

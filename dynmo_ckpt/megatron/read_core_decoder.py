@@ -21,9 +21,10 @@ from ..tensors.views import Tensor, concatenate
 from .arguments import DECODER, check_args
 from .core_decoder import DecoderFile, decoder_model
 from .core_names import EXTRA_STATE, unstacked
-from .read import MegatronCheckpoint, RankMetadata
+from .read import MegatronCheckpoint, RankMetadata, with_state
 
 MAP = "core_decoder"
+EXPERT_BIAS = ".router.expert_bias"
 # With a key for each part, gate and up projection are separate, and so are experts.
 HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
 EXPERT = re.compile(r"(.+\.mlp\.experts\.experts)\.(\d{1,5})\.(.+)")
@@ -56,6 +57,33 @@ def assemble_decoder(facts: RankMetadata, tensors: Mapping[str, Tensor], options
     return MegatronCheckpoint(
         model=model, tensors=found, ties=ties, step=facts.step, remarks=remarks, progress=facts.progress
     )
+
+
+def assemble_decoder_state(
+    facts: RankMetadata,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Mapping[str, Tensor]],
+    steps: set[int],
+    options: ReadOptions,
+) -> MegatronCheckpoint:
+    """As :func:`assemble_decoder`, from optimizer state that is stored by the names of the weights.
+
+    Args:
+        facts: what the directory records apart from tensors.
+        weights: as for :func:`assemble_decoder`.
+        state: for each kind (``master`` and the moments) the tensors by name of the weight, with its shape.
+        steps: the numbers of optimizer steps that are recorded.
+        options: how to read.
+
+    Raises:
+        CorruptError: several numbers of steps, or parts of a tensor that contradict each other.
+        UnsupportedError: an argument or tensor without a rule.
+        UsageError: options that change the set of tensors.
+    """
+    # Buffers have no state; the model is that of the weights only with them.
+    buffers = {name: tensor for name, tensor in weights.items() if name.endswith(EXPERT_BIAS)}
+    kinds = {kind: assemble_decoder(facts, {**part, **buffers}, options) for kind, part in state.items()}
+    return with_state(facts, kinds, steps, options)
 
 
 def _respelled(path: str, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,7 +32,10 @@ from ..torch_save.reader import TorchFile, open_torch
 from .read_optimizer import Key, OptimizerState, module_order
 
 WORLD_FILE, REPLICA_FILE = "distrib_optim.pt", "optim.pt"
-SHARED = ("language_model.embedding.word_embeddings.weight", "word_embeddings_for_head.weight")
+SHARED = (
+    *("language_model.embedding.word_embeddings.weight", "word_embeddings_for_head.weight"),
+    *("embedding.word_embeddings.weight", "output_layer.weight"),
+)
 KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 # In elements, of at least 16 bits: parameters begin at multiples of 128 bytes, and buckets of 256 bytes.
 PARAM_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128

@@ -177,22 +177,21 @@ def grad_scaler(progress: TrainingProgress, constants: ConstantStorages) -> dict
     return {name: stored if field == "scale" else int(scale[field]) for field, name in GRAD_SCALER.items()}
 
 
-def adam_group(progress: TrainingProgress, weight_decay: float) -> dict[str, Any]:
-    """The fields of a parameter group that Adam and Megatron's scheduler read.
+def adam_groups(progress: TrainingProgress, weight_decay: float) -> list[dict[str, Any]]:
+    """The fields that Adam and Megatron's scheduler read, of the parameter groups with and without weight decay.
 
     Before the next step the scheduler overwrites the learning rate, and sets the weight decay to its value times
-    ``wd_mult``.
+    ``wd_mult``. Since 2024, Megatron finds a group by its last four fields.
 
     Args:
         progress: of the run; without a scheduler the learning rate is 0, without ``adam`` Megatron's defaults apply.
-        weight_decay: decay per step relative to the learning rate; 0 for the group without decay.
+        weight_decay: of the first group, per step and relative to the learning rate.
     """
     adam = dict(ADAM) | dict(progress.adam or {})
-    return {
+    common = {
         "lr": float((progress.scheduler or {}).get("max_lr", 0.0)),
         "betas": (adam["beta1"], adam["beta2"]),
         "eps": adam["eps"],
-        "weight_decay": weight_decay,
-        "lr_mult": 1.0,
-        "wd_mult": 1.0 if weight_decay else 0.0,
     }
+    found = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    return [{**common, "weight_decay": weight_decay * wd, "wd_mult": wd, **found} for wd in (1.0, 0.0)]

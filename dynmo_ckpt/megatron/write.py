@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from .._common.errors import UsageError
@@ -19,7 +18,7 @@ from ..torch_save.pickles import GlobalName
 from ..torch_save.writer import ConstantStorages, NewObject, NewTensor, TorchSaveFile
 from .model_sizes import legacy_args, megatron_rows
 from .rng_state import rng_states
-from .training_progress import adam_group, grad_scaler, megatron_args, progress_of
+from .training_progress import adam_groups, grad_scaler, megatron_args, progress_of
 from .write_optimizer import mapped_moments, optimizer_tree
 
 # Megatron renamed them in January 2021, after version 3.0; loaders of version 3.0 read both.
@@ -96,15 +95,16 @@ def plan_legacy(
                 tree["opt_param_scheduler"] = dict(progress.scheduler)
             if with_optimizer:
                 optimizer = checkpoint.manifest["optimizer"]
+                decay = max((group["weight_decay"] for group in optimizer["groups"]), default=0.0)
                 scaler = grad_scaler(progress, constants)
                 state = optimizer_tree(
                     chunk_weights,
                     moments,
                     {HEAD_COPY: WORD},
-                    optimizer,
+                    optimizer["steps"],
                     tensors,
                     dtype=dtype,
-                    group=partial(adam_group, progress),
+                    fields=adam_groups(progress, decay),
                     is_half=scaler is not None,
                 )
                 tree["optimizer"] = state if scaler is None else {**state, "grad_scaler": scaler}

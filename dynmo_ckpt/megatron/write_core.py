@@ -2,7 +2,8 @@
 
 ``__0_0.distcp`` has the tensors, each as ``torch.save`` writes it, ``.metadata`` their places, and ``common.pt``
 everything else. Layers are stacked along a first dimension, one chunk each. Optimizer state has the form that
-Megatron-core calls ``fully_reshardable``: float32 weights and moments under the names of the weights.
+Megatron-core calls ``fully_reshardable``: float32 weights and moments under the names of the weights. An optimizer that
+is not distributed has another name for the float32 weights: the same bytes have both.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from .core_decoder import check_decoder, decoder_args
 from .core_names import EXTRA_STATE, core_name
 from .model_sizes import legacy_args, megatron_rows
 from .read_core_decoder import MAP
-from .training_progress import adam_group, grad_scaler, megatron_args, progress_of
+from .training_progress import adam_groups, grad_scaler, megatron_args, progress_of
 from .write import check_supported
 from .write_optimizer import MOMENTS, mapped_moments
 
 DATA_FILE = "__0_0.distcp"
 PACKAGE = "torch.distributed.checkpoint.metadata"
 FULLY = "fully_reshardable"
+MASTER, PLAIN_MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
 STACKED_LAYERS, EXPERTS = "decoder.layers.", ".mlp.experts.experts."
 WITH_EXTRA_STATE = re.compile(r"\.(linear_\w+|eh_proj|\w*layernorm|enorm|hnorm)$")
 FUSED_NORMS = {
@@ -73,10 +75,6 @@ def plan_core(
     is_own = has_own_map(model)
     if is_own:
         check_decoder(model)
-        if with_optimizer:
-            raise UnsupportedError(
-                "Megatron-core: optimizer state is written for the shapes of GPT and Llama only; use --no-optimizer"
-            )
     else:
         check_supported(model, 3.0, "Megatron-core")
     name_map = load_map(MAP) if is_own else load_map(f"legacy_{model['family']}", "2")
@@ -89,12 +87,14 @@ def plan_core(
     weights_only = dict(entries)
     if with_optimizer:
         # The masters are float32, whatever the type of the weights.
-        entries |= _entries("optimizer.state.fp32_param.", weights, "F32", model)
+        trained = [each for each in weights if each.source_name not in buffers]
+        entries |= _entries(MASTER, trained, "F32", model)
         moments = mapped_moments(checkpoint, layout, rank=0, ranks=1)
         for kind in MOMENTS:
             entries |= _entries(f"optimizer.state.{kind}.", moments[kind].values(), "F32", model)
     folder = f"iter_{checkpoint.manifest['step']:07d}"
-    data, metadata = distributed_files(f"{folder}/", entries, extra_states(weights_only, model))
+    second = {name: name.replace(MASTER, PLAIN_MASTER, 1) for name in entries if name.startswith(MASTER)}
+    data, metadata = distributed_files(f"{folder}/", entries, extra_states(weights_only, model), second)
     about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
     small = {
         "latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode(),
@@ -107,18 +107,21 @@ def plan_core(
 Entries = dict[str, list[tuple[tuple[int, ...], OutputTensor]]]
 
 
-def distributed_files(prefix: str, entries: Entries, empty: Sequence[str] = ()) -> tuple[ConcatenatedTorchFiles, bytes]:
+def distributed_files(
+    prefix: str, entries: Entries, empty: Sequence[str] = (), second: Mapping[str, str] | None = None
+) -> tuple[ConcatenatedTorchFiles, bytes]:
     """The data file of a distributed checkpoint, and the contents of its ``.metadata``.
 
     Args:
         prefix: of the path of the data file, empty or ending with a slash.
         entries: for each name its chunks: begin in the whole tensor, and the tensor to write.
         empty: names of objects without contents; they share one part of the file.
+        second: for the name of a tensor another one of the same bytes.
     """
     parts = [_part(tensor) for chunks in entries.values() for _, tensor in chunks]
     parts += [TorchSaveFile(name="", tensors=(), tree=[None])] if empty else []
     data = ConcatenatedTorchFiles(name=f"{prefix}{DATA_FILE}", parts=tuple(parts))
-    return data, dump_pickle(_metadata(entries, data, empty))
+    return data, dump_pickle(_metadata(entries, data, empty, second or {}))
 
 
 def has_own_map(model: Mapping[str, Any]) -> bool:
@@ -201,24 +204,30 @@ def _modules(name: str) -> list[str]:
     return own
 
 
-def _metadata(entries: Entries, data: ConcatenatedTorchFiles, empty: Sequence[str]) -> NewObject:
+def _metadata(
+    entries: Entries, data: ConcatenatedTorchFiles, empty: Sequence[str], second: Mapping[str, str]
+) -> NewObject:
     """The object that torch pickles as ``.metadata``."""
     tensors: dict[str, NewObject] = {name: _metadata_object("BytesStorageMetadata") for name in empty}
     places: list[tuple[NewObject, NewObject]] = []
     # plan_core concatenates the chunks in the order of the entries, so both are walked in step.
     at = iter(zip(data.begins, data.parts, strict=True))
     for name, chunks in entries.items():
+        names = [name, *([second[name]] if name in second else [])]
         described = []
         for begin, tensor in chunks:
             place = _place(*next(at))
             described.append(_metadata_object("ChunkStorageMetadata", offsets=_size(begin), sizes=_size(tensor.shape)))
-            places.append((_metadata_object("MetadataIndex", fqn=name, offset=_size(begin), index=None), place))
+            places += [
+                (_metadata_object("MetadataIndex", fqn=each, offset=_size(begin), index=None), place) for each in names
+            ]
         ends = [tuple(b + n for b, n in zip(begin, tensor.shape, strict=True)) for begin, tensor in chunks]
         size = tuple(max(along) for along in zip(*ends, strict=True))
         properties = _properties(chunks[0][1].dtype)
-        tensors[name] = _metadata_object(
-            "TensorStorageMetadata", properties=properties, size=_size(size), chunks=described
-        )
+        tensors |= {
+            each: _metadata_object("TensorStorageMetadata", properties=properties, size=_size(size), chunks=described)
+            for each in names
+        }
     for offset, part in at:
         place = _place(offset, part)
         places += [(_metadata_object("MetadataIndex", fqn=name, offset=None, index=None), place) for name in empty]
@@ -277,8 +286,9 @@ def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) ->
             )
         decay = max((group["weight_decay"] for group in optimizer["groups"]), default=0.0)
         # A group lists no parameters: in this form Megatron-core finds the state of a parameter by its name.
-        groups = [{**adam_group(progress, each), "step": max(steps, default=0), "params": []} for each in (decay, 0.0)]
-        state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": FULLY}
+        groups = [{**fields, "step": max(steps, default=0)} for fields in adam_groups(progress, decay)]
+        inner = {"param_groups": groups, "state": {"common_step": max(steps, default=0)}}
+        state: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": FULLY}
         scaler = grad_scaler(progress, constants)
         tree["optimizer"] = state if scaler is None else {**state, "grad_scaler": scaler}
     return TorchSaveFile(name=name, tensors=(), tree=tree, constants=constants.payloads)

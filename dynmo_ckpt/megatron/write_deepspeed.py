@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from .._common.errors import UsageError
@@ -24,7 +23,7 @@ from ..torch_save.writer import ConstantStorages, NewCall, NewObject, NewTensor,
 from .model_sizes import legacy_args, megatron_rows
 from .read_optimizer import module_order
 from .rng_state import rng_states
-from .training_progress import TrainingProgress, adam_group, megatron_args, progress_of
+from .training_progress import TrainingProgress, adam_groups, megatron_args, progress_of
 from .write import check_supported, nested_model
 from .write_optimizer import MOMENTS, Moments, mapped_moments
 
@@ -152,10 +151,9 @@ def _shard(
         lengths.append(len(parameters))
         return NewTensor(len(lengths) - 1, "F32", (sum(math.prod(each.shape) for each in parameters),))
 
-    decays = (max((group["weight_decay"] for group in optimizer["groups"]), default=0.0), 0.0)
+    decay = max((group["weight_decay"] for group in optimizer["groups"]), default=0.0)
     state, masters, described = {}, [], []
-    group_of = partial(adam_group, progress)
-    for number, (names, decay) in enumerate(zip(groups, decays, strict=True)):
+    for number, (names, fields) in enumerate(zip(groups, adam_groups(progress, decay), strict=True)):
         steps = {optimizer["steps"].get(mapped[n].source_name, 0) for n in names}
         if len(steps) > 1:
             raise UnsupportedError(
@@ -165,7 +163,7 @@ def _shard(
         done = max(steps, default=0)
         # ZeRO has one flat parameter for each group, so the optimizer state has one entry for each group.
         state[number] = {"step": done} | {kind: flat(kind, [moments[kind][n] for n in names]) for kind in MOMENTS}
-        described.append({**group_of(decay), "step": done, "params": [number]})
+        described.append({**fields, "step": done, "params": [number]})
         masters.append(flat("master", [mapped[n] for n in names]))
     optimizer_state: dict[str, Any] = {
         "dynamic_loss_scale": progress.loss_scale is not None,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..io.errors import UnsupportedError, short_names
@@ -20,7 +20,7 @@ Moments = Mapping[str, Mapping[str, MappedTensor]]
 
 
 def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, ranks: int) -> Moments:
-    """Adam's moments of one tensor-parallel rank by kind and legacy name.
+    """Adam's moments of one tensor-parallel rank by kind and the name of the weight.
 
     Args:
         checkpoint: the input.
@@ -40,6 +40,8 @@ def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, r
             "of adamw only; use --no-optimizer or --to native"
         )
     result = {}
+    # A layout has the names of buffers too, which have no moments.
+    buffers = {name: tensor for name, tensor in checkpoint.weights().items() if name in checkpoint.names("buffer")}
     for kind in MOMENTS:
         stored = {name: checkpoint.tensors.get(f"{name}.{kind}") for name in checkpoint.names("parameter")}
         missing = [name for name, tensor in stored.items() if tensor is None]
@@ -49,8 +51,8 @@ def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, r
                 "--no-optimizer"
             )
         found = {name: tensor for name, tensor in stored.items() if tensor is not None}
-        mapped = to_foreign(layout, found, checkpoint.manifest["ties"], rank=rank, ranks=ranks)
-        result[kind] = {each.name: each for each in mapped}
+        mapped = to_foreign(layout, found | buffers, checkpoint.manifest["ties"], rank=rank, ranks=ranks)
+        result[kind] = {each.name: each for each in mapped if each.source_name not in buffers}
     return result
 
 
@@ -58,11 +60,11 @@ def optimizer_tree(
     chunks: Sequence[Mapping[str, MappedTensor]],
     moments: Moments,
     originals: Mapping[str, str],
-    optimizer: Mapping[str, Any],
+    steps: Mapping[str, int],
     tensors: list[OutputTensor],
     *,
     dtype: str | None,
-    group: Callable[[float], dict[str, Any]],
+    fields: Sequence[Mapping[str, Any]],
     is_half: bool,
 ) -> dict[str, Any]:
     """The ``optimizer`` entry of the file of a rank; its tensors are appended to ``tensors``.
@@ -71,26 +73,25 @@ def optimizer_tree(
         chunks: the weights of each chunk by legacy name.
         moments: as :func:`mapped_moments`.
         originals: for a copy of a weight the name of the weight whose moments it has.
-        optimizer: the ``optimizer`` of the manifest.
+        steps: number of optimizer steps by DynMo's name of the weight.
         tensors: the tensors of the file so far.
         dtype: the written type of the weights, as in safetensors; None: the type of the input.
-        group: the fields of a parameter group except its members, given its weight decay.
+        fields: of both parameter groups, except their members.
         is_half: the run computes in 16 bits, so that masters are expected for weights of any type.
     """
     weights = [(name, chunk[name]) for chunk in chunks for name in module_order(chunk)]
     # As in Megatron, biases and norms, which are vectors, have no weight decay.
     groups = [[pair for pair in weights if (len(pair[1].shape) > 1) is decays] for decays in (True, False)]
-    decay = max((group["weight_decay"] for group in optimizer["groups"]), default=0.0)
     state: dict[int, Any] = {}
     described, masters = [], []
-    for members, weight_decay in zip(groups, (decay, 0.0), strict=True):
+    for members, about in zip(groups, fields, strict=True):
         # Numbers continue over both groups, as in the state dict of a torch optimizer.
         numbers = list(range(len(state), len(state) + len(members)))
-        described.append({"params": numbers, **group(weight_decay)})
+        described.append({"params": numbers, **about})
         for number, (name, weight) in zip(numbers, members, strict=True):
-            steps = optimizer["steps"].get(weight.source_name, 0)
+            done = steps.get(weight.source_name, 0)
             original = originals.get(name, name)
-            state[number] = {"step": steps} | {k: _stored(moments[k][original], tensors, "F32") for k in MOMENTS}
+            state[number] = {"step": done} | {k: _stored(moments[k][original], tensors, "F32") for k in MOMENTS}
         masters.append(members)
     inner = {"state": state, "param_groups": described}
     written = {dtype or weight.content.dtype for _, weight in weights}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -156,8 +157,11 @@ def latent_attention() -> type:
     return LatentAttention
 
 
-def built(family: str, names: str) -> Any:
-    """A model of Megatron-core, whose checkpoints have the names of its own modules or of Transformer Engine's."""
+def built(family: str, names: str, *, is_first: bool = True, is_last: bool = True, **more: Any) -> Any:
+    """A model of Megatron-core, whose checkpoints have the names of its own modules or of Transformer Engine's.
+
+    Of several stages it has the layers of this rank; ``more`` are further fields of its configuration.
+    """
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -190,6 +194,7 @@ def built(family: str, names: str) -> Any:
         persist_layer_norm=False,
         **dict.fromkeys(plain, False),
         **own,
+        **more,
     )
     for name, value in yarn.items():
         setattr(config, ATTRIBUTES[name], value)
@@ -219,20 +224,31 @@ def built(family: str, names: str) -> Any:
         spec,
         SIZES["vocabulary"],
         SIZES["tokens"],
+        pre_process=is_first,
+        post_process=is_last,
         position_embedding_type="yarn" if is_yarn else "rope",
         share_embeddings_and_output_weights=not alone.get("untie_embeddings_and_output_weights", True),
         **further,
     ).eval()
 
 
+def generator_of(model: Any, name: str, seed: int) -> Any:
+    """Random numbers of a parameter, the same for both copies of a tied table."""
+    import torch
+
+    is_copy = name == "output_layer.weight" and model.share_embeddings_and_output_weights
+    own = "embedding.word_embeddings.weight" if is_copy else name
+    return torch.Generator().manual_seed(zlib.crc32(f"{own} {seed}".encode()))
+
+
 def randomize(model: Any, seed: int) -> None:
     """Random weights, those of norms and the biases of routers included, so that none of them may be exchanged."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if value.is_floating_point() and "inv_freq" not in name and "tokens_per_expert" not in name:
+                generator = generator_of(model, name, seed)
                 scale = 0.3 if value.dim() < 2 else 0.15
                 value.copy_(
                     torch.randn(value.shape, generator=generator) * scale + ("norm" in name and value.dim() < 2)
