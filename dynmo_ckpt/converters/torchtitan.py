@@ -25,7 +25,7 @@ from ..tensors.copy_plan import ExportPlan, OutputTensor
 from .registry import CheckpointFormat
 from .titan_models import PREDICTION_ITEMS, check_computed, titan_model, zero_biases
 from .torch_dcp import read_dcp
-from .write_titan_optimizer import files_with_objects, state_entries
+from .write_titan_optimizer import chunks_of, files_with_objects, state_entries
 
 
 def plan_titan(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
@@ -61,7 +61,7 @@ def plan_titan(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPla
         own = "F32" if item.source_name.endswith(EXPERT_BIASES) else dtype
         cast = None if item.content.dtype == own else own
         tensor = OutputTensor(key=item.name, shape=item.shape, content=item.content, mask=item.mask, cast=cast)
-        entries[item.name] = [(tuple(0 for _ in item.shape), tensor)]
+        entries[item.name] = chunks_of(tensor)
     if not model.get("moe_router_enable_expert_bias"):
         # torchtitan's loader requires them in a model that is trained with its balancing, the default.
         for name, bias in zero_biases(model).items():
@@ -97,7 +97,7 @@ def _without_prediction(checkpoint: NativeCheckpoint) -> NativeCheckpoint:
 
 TORCHTITAN = CheckpointFormat(
     name="titan",
-    description="torch.distributed.checkpoint under torchtitan's names; read as dcp",
+    description="torch.distributed.checkpoint under torchtitan's names, with its optimizer state; read as dcp",
     marker=".metadata",
     # Recognized as ``dcp``, whose reader distinguishes names.
     detect=lambda _: False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .._common.document import finite_number
@@ -28,6 +29,8 @@ from .read_titan_optimizer import moment_layout
 QUERIES = re.compile(r"(layers\.\d{1,9}\.attention\.qkv_linear)\.wq\.(weight|bias)")
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 REMEDY = "use --no-optimizer"
+MAX_CHUNK_BYTES = 2**31
+"""Larger tensors are written in parts along their first dimension: a storage of the zip format has at most 4 GiB."""
 
 
 def state_entries(checkpoint: NativeCheckpoint, layout: Layout) -> tuple[Entries, dict[str, Any]]:
@@ -56,8 +59,7 @@ def state_entries(checkpoint: NativeCheckpoint, layout: Layout) -> tuple[Entries
         own = {name: moments[kind][name] for name in natives}
         for item in (*own.values(), *_fused(own)):
             key = f"optimizer.state.{item.name}.{kind}"
-            tensor = OutputTensor(key=key, shape=item.shape, content=item.content)
-            entries[key] = [(tuple(0 for _ in item.shape), tensor)]
+            entries[key] = chunks_of(OutputTensor(key=key, shape=item.shape, content=item.content))
     named = {name: name for name in natives} | {fused: name for name in natives for fused in _fused_names(name)}
     shared, objects = _shared_settings(checkpoint), dict[str, Any]()
     for name, original in named.items():
@@ -69,6 +71,33 @@ def state_entries(checkpoint: NativeCheckpoint, layout: Layout) -> tuple[Entries
     step = manifest["step"]
     objects |= {"train_state.step": step, "train_state.ntokens_seen": _count(recorded.get("ntokens_seen"), 0)}
     return entries, objects | {"lr_scheduler.last_epoch": _count(recorded.get("last_epoch"), step)}
+
+
+def chunks_of(tensor: OutputTensor) -> list[tuple[tuple[int, ...], OutputTensor]]:
+    """The chunks of a tensor in a distributed checkpoint, each with its begin; one, where the tensor is small enough.
+
+    Args:
+        tensor: of any shape; the first dimension of its content is that of its shape, or a part of it.
+    """
+    begin = tuple(0 for _ in tensor.shape)
+    if tensor.num_bytes <= MAX_CHUNK_BYTES or not tensor.shape or len(tensor.content.shape) < len(tensor.shape):
+        return [(begin, tensor)]
+    size = tensor.content.shape[0]
+    rows = tensor.shape[0] // size
+    step = max(1, size * MAX_CHUNK_BYTES // tensor.num_bytes)
+    chunks = []
+    for at in range(0, size, step):
+        end = min(size, at + step)
+        part = replace(
+            tensor,
+            # Checksums are by key.
+            key=f"{tensor.key}[{at * rows}]",
+            shape=((end - at) * rows, *tensor.shape[1:]),
+            content=tensor.content.narrow(0, at, end),
+            mask=None if tensor.mask is None else tensor.mask.narrow(0, at, end),
+        )
+        chunks.append(((at * rows, *begin[1:]), part))
+    return chunks
 
 
 def files_with_objects(entries: Entries, objects: Mapping[str, Any]) -> tuple[ConcatenatedTorchFiles, bytes]:

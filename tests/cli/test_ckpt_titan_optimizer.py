@@ -291,3 +291,23 @@ def test_titan_state_needs_the_type_of_its_masters(tmp_path, ckpt, llama):
     result = ckpt("convert", tmp_path / "native", tmp_path / "out", *more, "--with-optimizer", code=2)
     assert "--dtype must keep their type, F32" in result.stderr
     ckpt("convert", tmp_path / "native", tmp_path / "out", *more)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 experts", "gpt-oss"])
+def test_titan_large_tensors_are_written_in_chunks(tmp_path, ckpt, monkeypatch, name):
+    """A storage of the zip format has at most 4 GiB: less than the experts of a large model, and their moments."""
+    case = Case(name, tmp_path)
+    flat = case.flat()
+    save(tmp_path / "titan", case.weights, flat)
+    to_native(ckpt, tmp_path, "--with-optimizer")
+    more = ("--to", "titan", "--with-optimizer", "--no-check-logits")
+    monkeypatch.setattr("dynmo_ckpt.converters.write_titan_optimizer.MAX_CHUNK_BYTES", 2000)
+    ckpt("convert", tmp_path / "native", tmp_path / "out", *more)
+    metadata = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    assert len(metadata["tok_embeddings.weight"].chunks) == 7  # 10 of 61 rows each have 1,920 bytes
+    expected = {"optimizer": {key: each for key, each in flat.items() if ".exp_avg" in key}, **case.weights}
+    state = {"optimizer": {key: torch.zeros_like(each) for key, each in expected["optimizer"].items()}}
+    state |= {key: torch.zeros_like(each, memory_format=torch.contiguous_format) for key, each in case.weights.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert [key for key, each in expected["optimizer"].items() if not torch.equal(state["optimizer"][key], each)] == []
+    assert [key for key, each in case.weights.items() if not torch.equal(state[key], each)] == []
