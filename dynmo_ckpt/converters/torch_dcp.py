@@ -6,7 +6,7 @@
 
     core   Megatron-core: common.pt has its arguments            --> megatron.read.assemble,
                                                                      megatron.read_core_decoder
-    titan  torchtitan and Meta's Llama, with a config.json       --> assemble.from_map
+    titan  torchtitan and Meta's Llama, with a config.json       --> assemble.from_map, read_titan_optimizer
     hf     transformers, with a config.json                      --> assemble.from_map
 
 ``.metadata`` pickles a ``Metadata`` object: for each tensor its size and chunks, and for each chunk a file, an offset

@@ -138,11 +138,12 @@ def test_titan_groups_and_steps_are_by_parameter(tmp_path, ckpt, llama):
 @pytest.mark.parametrize("step", [7, 7.0, torch.tensor(7), torch.tensor([7], dtype=torch.int32)], ids=str)
 def test_titan_step_is_a_number_or_a_tensor(tmp_path, ckpt, llama, step):
     flat = {key: step if key.endswith(".step") else each for key, each in llama.flat().items()}
+    flat |= {key: torch.tensor(0.5) for key in flat if key.endswith(".lr")}
     save(tmp_path / "titan", llama.weights, flat, train_state={"step": torch.tensor(9, dtype=torch.int32)})
     to_native(ckpt, tmp_path, "--with-optimizer")
     found = manifest_of(tmp_path / "native")
     assert set(found["optimizer"]["steps"].values()) == {7}
-    assert found["step"] == 9
+    assert (found["step"], found["x_torchtitan"]["lr"]) == (9, 0.5)
 
 
 def test_titan_bfloat16_moments_stay_bfloat16(tmp_path, ckpt, llama):
@@ -186,7 +187,7 @@ HOSTILE = {
     "a moment that is a number": (changed(f"state.{NORM}.exp_avg", 0.5), 4, "must be tensors"),
     "parts with other steps": (changed(f"state.{QUERIES}.step", torch.tensor(6.0)), 4, "differ in step"),
     "a broken step": (changed(f"state.{NORM}.step", torch.tensor(6.5)), 4, "must be a number of steps"),
-    "a step that is no number": (changed(f"state.{NORM}.step", torch.tensor(float("nan"))), 4, "number of steps"),
+    "a step without a value": (changed(f"state.{NORM}.step", torch.tensor(float("nan"))), 4, "number of steps"),
     "a step of two numbers": (changed(f"state.{NORM}.step", torch.ones(2)), 4, "number of steps"),
     "parts with other decays": (changed(f"param_groups.{QUERIES}.weight_decay", 0.5), 4, "differ in weight_decay"),
     "two learning rates": (changed(f"param_groups.{NORM}.lr", 0.5), 5, "parameters differ in lr"),
@@ -311,3 +312,23 @@ def test_titan_large_tensors_are_written_in_chunks(tmp_path, ckpt, monkeypatch, 
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
     assert [key for key, each in expected["optimizer"].items() if not torch.equal(state["optimizer"][key], each)] == []
     assert [key for key, each in case.weights.items() if not torch.equal(state[key], each)] == []
+    more = ("--to", "native", "--with-optimizer", "--no-check-logits")
+    ckpt("convert", tmp_path / "out", tmp_path / "back", *more)
+    for kind in ("model", "optimizer"):
+        written, back = (native_tensors(tmp_path / folder, kind) for folder in ("native", "back"))
+        assert [key for key, each in written.items() if not torch.equal(back[key], each)] == []
+
+
+@pytest.mark.parametrize("form", ["legacy", "dcp", "deepspeed"])
+def test_titan_state_passes_to_formats_of_megatron(tmp_path, ckpt, llama, form):
+    save(tmp_path / "titan", llama.weights, llama.flat())
+    to_native(ckpt, tmp_path, "--with-optimizer")
+    expected = native_tensors(tmp_path / "native", "optimizer")
+    more = ("--with-optimizer", "--no-check-logits")
+    ckpt("convert", tmp_path / "titan", tmp_path / "out", "--to", form, "--config", tmp_path / "hf", *more)
+    ckpt("convert", tmp_path / "out", tmp_path / "back", "--to", "native", *more)
+    found = native_tensors(tmp_path / "back", "optimizer")
+    assert found.keys() == expected.keys()
+    assert [key for key, each in expected.items() if not torch.equal(each, found[key])] == []
+    assert set(manifest_of(tmp_path / "back")["optimizer"]["steps"].values()) == {7}
+    assert manifest_of(tmp_path / "back")["x_adam"] == {"beta1": 0.8, "beta2": 0.95, "eps": 1e-7}

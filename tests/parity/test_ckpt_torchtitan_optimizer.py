@@ -84,13 +84,13 @@ class Progress:
     """The state of torchtitan's trainer."""
 
     def __init__(self):
-        self.step = self.ntokens_seen = 0
+        self.step = self.tokens = 0
 
     def state_dict(self):
-        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+        return {"step": self.step, "ntokens_seen": self.tokens}
 
     def load_state_dict(self, state):
-        self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
+        self.step, self.tokens = state["step"], state["ntokens_seen"]
 
 
 class Run:
@@ -132,7 +132,7 @@ class Run:
             self.schedulers.step()
             self.optimizers.zero_grad()
             self.progress.step += 1
-            self.progress.ntokens_seen += TOKENS
+            self.progress.tokens += TOKENS
             self.data.position += 1
 
     def weights(self):
