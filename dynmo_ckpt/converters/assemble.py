@@ -184,17 +184,36 @@ def _add_optimizer(manifest: dict[str, Any], tensors: dict[str, Tensor], found: 
     """Add Adam's moments. As in Megatron, parameters with one dimension have no weight decay."""
     names = [item.name for item in found.tensors if manifest["tensors"][item.name]["role"] == "parameter"]
     decayed = [name for name in names if len(manifest["tensors"][name]["shape"]) > 1]
-    for item in found.optimizer:
-        manifest["tensors"][item.name], tensors[item.name] = _entry("F32", item.shape, "optimizer"), item.content
-    manifest["optimizer"] = {
-        "type": "adamw",
-        # Megatron has one number for all parameters; DynMo counts for each, because frozen layers make fewer steps.
-        "steps": dict.fromkeys(names, found.optimizer_steps),
-        "groups": [
-            {"name": "decay", "weight_decay": found.weight_decay, "parameters": decayed},
-            {"name": "no_decay", "weight_decay": 0.0, "parameters": [n for n in names if n not in set(decayed)]},
-        ],
-    }
+    groups = [
+        {"name": "decay", "weight_decay": found.weight_decay, "parameters": decayed},
+        {"name": "no_decay", "weight_decay": 0.0, "parameters": [n for n in names if n not in set(decayed)]},
+    ]
+    # Megatron has one number for all parameters; DynMo counts for each, because frozen layers make fewer steps.
+    steps = dict.fromkeys(names, found.optimizer_steps)
+    add_optimizer_state(manifest, tensors, {item.name: item.content for item in found.optimizer}, steps, groups)
+
+
+def add_optimizer_state(
+    manifest: dict[str, Any],
+    tensors: dict[str, Tensor],
+    moments: Mapping[str, Tensor],
+    steps: Mapping[str, int],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Add the state of AdamW to a manifest and to the tensors of its checkpoint, in place.
+
+    Args:
+        manifest: with the parameters.
+        tensors: of the checkpoint by name.
+        moments: named ``PARAMETER.exp_avg`` and ``PARAMETER.exp_avg_sq``, of F32 or BF16, with the elements of the
+            parameter.
+        steps: number of updates by parameter.
+        groups: each with ``name``, ``weight_decay`` and ``parameters``.
+    """
+    for name, moment in moments.items():
+        shape = manifest["tensors"][name.rpartition(".")[0]]["shape"]
+        manifest["tensors"][name], tensors[name] = _entry(moment.dtype, shape, "optimizer"), moment
+    manifest["optimizer"] = {"type": "adamw", "steps": dict(steps), "groups": [dict(group) for group in groups]}
 
 
 def _shapes(mapped: Sequence[MappedTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -26,6 +26,8 @@ from ..tensors.views import Tensor
 
 # The bias of balancing without a loss, which torchtitan stores for every model with experts by default.
 BIAS = re.compile(r"layers\.\d{1,9}\.moe\.expert_bias_E")
+# What torchtitan's trainer saves next to weights and optimizer; older releases have the step as a tensor.
+RUN_STATE = ("train_state.", "lr_scheduler.", "dataloader.")
 PREDICTION = "mtp_layers."
 PREDICTION_ITEMS = "mtp."
 
@@ -184,7 +186,7 @@ def titan_tensors(
         titan = titan_model(model)
     except UnsupportedError as error:
         raise UnsupportedError(f"{directory}: has torchtitan's tensor names; config.json: {error}") from error
-    tensors = current_names(found, titan)
+    tensors = current_names({name: each for name, each in found.items() if not name.startswith(RUN_STATE)}, titan)
     dropped = {name for name in tensors if any(fnmatchcase(name, pattern) for pattern in drop)}
     further = [name for name in tensors if name.startswith(PREDICTION) and name not in dropped]
     if further:

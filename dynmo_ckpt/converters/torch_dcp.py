@@ -6,7 +6,7 @@
 
     core   Megatron-core: common.pt has its arguments            --> megatron.read.assemble,
                                                                      megatron.read_core_decoder
-    titan  torchtitan and Meta's Llama, with a config.json       --> assemble.from_map
+    titan  torchtitan and Meta's Llama, with a config.json       --> assemble.from_map, read_titan_optimizer
     hf     transformers, with a config.json                      --> assemble.from_map
 
 ``.metadata`` pickles a ``Metadata`` object: for each tensor its size and chunks, and for each chunk a file, an offset
@@ -59,6 +59,7 @@ from ..tensors.views import Piece, Tensor
 from ..torch_save.pickles import MAX_PICKLE_BYTES, GlobalName, OpaquePickle, TensorRef, load_pickle
 from ..torch_save.reader import TorchFile, open_torch
 from .assemble import from_map, from_megatron, model_from_config, state_decisions
+from .read_titan_optimizer import with_optimizer_state
 from .registry import CheckpointFormat
 from .titan_models import titan_tensors
 
@@ -381,19 +382,25 @@ def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[s
             raise NoOptimizerStateError(
                 f"{found.directory}: has no optimizer state; convert the weights alone with --no-optimizer"
             )
-        raise UnsupportedError(
-            f"{found.directory}: optimizer state is read from Megatron-core's checkpoints only; convert the weights "
-            "alone with --no-optimizer"
-        )
+        if kind != "titan":
+            raise UnsupportedError(
+                f"{found.directory}: optimizer state is read from checkpoints of Megatron-core and torchtitan only; "
+                "convert the weights alone with --no-optimizer"
+            )
     config = _config(found.directory, options)
-    name, variant = "" if kind == "titan" else _map_of(config, found.directory), ""
+    name = "" if kind == "titan" else _map_of(config, found.directory)
     model = model_from_config(config, found.directory / "config.json", options)
-    if kind == "titan":
-        titan, tensors = titan_tensors(found.directory, model, tensors, options.drop)
-        name, variant = titan.map, titan.variant
     source, run_id = source_of(config, read_generation_config(options.config or found.directory)), path.resolve().name
     drop = options.drop
-    return from_map(found.directory, model, name, tensors, drop, run_id=run_id, source=source, variant=variant)
+    if kind != "titan":
+        return from_map(found.directory, model, name, tensors, drop, run_id=run_id, source=source)
+    titan, tensors = titan_tensors(found.directory, model, tensors, drop)
+    checkpoint, remarks = from_map(
+        found.directory, model, titan.map, tensors, drop, run_id=run_id, source=source, variant=titan.variant
+    )
+    if options.with_optimizer:
+        checkpoint = with_optimizer_state(found, checkpoint, titan, drop, WRAPPERS)
+    return checkpoint, remarks
 
 
 def _config(directory: Path, options: ReadOptions) -> Mapping[str, Any]:

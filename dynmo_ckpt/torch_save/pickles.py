@@ -112,6 +112,9 @@ _PLAIN = {
 }
 
 
+_PICKLE_ERRORS = (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+
+
 def load_pickle(payload: bytes, source: str) -> Any:
     """The value in ``payload``.
 
@@ -149,7 +152,8 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
         return machine.stack.pop(), machine.storages
     except (UnsafePickleError, CorruptError):
         raise
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    # Python warns of an invalid escape sequence in a text, which is an error where warnings are errors.
+    except (*_PICKLE_ERRORS, DeprecationWarning) as error:
         raise CorruptError(f"{source}: not a readable pickle: {error}") from error
 
 

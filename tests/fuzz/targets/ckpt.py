@@ -265,8 +265,8 @@ def _dcp_flat(place: Path) -> None:
     _helper("test_torch_dcp").flat_checkpoint(place, m, native.parameters(m))
 
 
-def _titan(place: Path) -> None:
-    """A DeepSeek of zeros under torchtitan's names."""
+def _titan_tensors(config: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of zeros under torchtitan's names."""
     import numpy as np
 
     from dynmo_ckpt.converters.titan_models import titan_model
@@ -274,15 +274,46 @@ def _titan(place: Path) -> None:
     from dynmo_ckpt.maps.axes import stored_shape
     from dynmo_ckpt.maps.name_map import layout_of, load_map
 
-    config = {"model_type": "deepseek_v3", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 6}
-    config |= {"moe_intermediate_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = hf_model(config, 1)
+    found = titan_model(model)
+    layout = layout_of(load_map(found.map, found.variant), model)
+    sizes, shapes = layout.foreign_sizes, {}
+    for link in layout.links:
+        own = {link.native_part[0]: sizes[link.native_part[1]]} if link.native_part and not link.foreign_part else {}
+        shapes[link.foreign] = stored_shape(link.foreign_axes, {**sizes, **own})
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+_TITAN: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 2}
+_TITAN |= {"num_key_value_heads": 2, "max_position_embeddings": 8, "rope_theta": 1e4}
+
+
+def _titan(place: Path) -> None:
+    """A DeepSeek."""
+    config = {**_TITAN, "model_type": "deepseek_v3", "num_hidden_layers": 2, "moe_intermediate_size": 4}
     config |= {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     config |= {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
-    config |= {"first_k_dense_replace": 1, "max_position_embeddings": 8, "rope_theta": 1e4}
-    model = hf_model(config, 1)
-    layout = layout_of(load_map(titan_model(model).map), model)
-    shapes = {link.foreign: stored_shape(link.foreign_axes, layout.foreign_sizes) for link in layout.links}
-    _helper("test_torch_dcp").save(place, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    config |= {"first_k_dense_replace": 1}
+    _helper("test_torch_dcp").save(place, _titan_tensors(config))
+    (place / "config.json").write_text(json.dumps(config))
+
+
+def _titan_optimizer(place: Path) -> None:
+    """A Llama with Adam's state, whose settings are objects in the files."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    config = {**_TITAN, "model_type": "llama", "num_hidden_layers": 1}
+    tensors = {name: torch.from_numpy(array) for name, array in _titan_tensors(config).items()}
+    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True, "amsgrad": False}
+    state: dict[str, Any] = {"train_state.step": 3, "lr_scheduler.last_epoch": 3}
+    for name, tensor in tensors.items():
+        state |= {f"optimizer.state.{name}.{kind}": tensor for kind in ("exp_avg", "exp_avg_sq")}
+        state[f"optimizer.state.{name}.step"] = torch.tensor(3.0)
+        state |= {f"optimizer.param_groups.{name}.{key}": value for key, value in settings.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it saves in a single process
+        dcp.save(tensors | state, checkpoint_id=place)
     (place / "config.json").write_text(json.dumps(config))
 
 
@@ -460,6 +491,16 @@ TARGETS = [
     *(
         folder_target(f"{P}.converters.registry:open_checkpoint", _titan, file=file, label=f"titan-{label}")
         for label, file in (("metadata", ".metadata"), ("json", "config.json"))
+    ),
+    *(
+        folder_target(
+            f"{P}.converters.registry:open_checkpoint",
+            _titan_optimizer,
+            file=file,
+            label=f"titan-optimizer-{label}",
+            call=_open_with_optimizer,
+        )
+        for label, file in (("metadata", ".metadata"), ("data", "__0_0.distcp"))
     ),
     *(
         folder_target(

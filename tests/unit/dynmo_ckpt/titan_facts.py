@@ -140,3 +140,62 @@ def older(state):
 
 def same_elements(found, expected):
     return found.shape == expected.shape and np.array_equal(found.float().numpy(), expected.float().numpy())
+
+
+TRAINED = {"lr": 2e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+STEP = 7
+
+
+def moments_of(theirs, seed):
+    """Random numbers, not negative, under the names of transformers."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.rand(tensor.shape, generator=generator) for name, tensor in theirs.items()}
+
+
+def parameters_of(name, state):
+    """The parameters of a state dict: without buffers, and a tied head once."""
+    is_tied = MODELS[name][1].get("tie_word_embeddings")
+    return {k: v for k, v in state.items() if "expert_bias" not in k and not (is_tied and k == "lm_head.weight")}
+
+
+def fused(state):
+    """A state dict with queries, keys and values in one parameter: of each group its heads, its key and its value."""
+    found = dict(state)
+    for name in [key for key in state if ".qkv_linear.wq." in key]:
+        parts = [found.pop(name.replace(".wq.", f".{part}.")) for part in ("wq", "wk", "wv")]
+        groups, tail = SIZES["num_key_value_heads"], parts[0].shape[1:]
+        joined = torch.cat([part.reshape(groups, -1, *tail) for part in parts], 1)
+        found[name.replace(".wq.", ".wqkv.")] = joined.reshape(-1, *tail)
+    return found
+
+
+def module_of(tensors):
+    """A module with parameters of these names, which computes nothing."""
+    root = torch.nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        inner = root
+        for each in path:
+            if not hasattr(inner, each):
+                inner.add_module(each, torch.nn.Module())
+            inner = getattr(inner, each)
+        inner.register_parameter(last, torch.nn.Parameter(tensor.clone()))
+    return root
+
+
+def trained(weights, first, second, **changes):
+    """A module, and torch's AdamW after ``STEP`` steps with these moments by name."""
+    model = module_of(weights)
+    optimizer = torch.optim.AdamW(model.parameters(), **{**TRAINED, "foreach": False, **changes})
+    for name, parameter in model.named_parameters():
+        moments = {"exp_avg": first[name].clone(), "exp_avg_sq": second[name].clone()}
+        optimizer.state[parameter] = {"step": torch.tensor(float(STEP)), **moments}
+    return model, optimizer
+
+
+def flat_state(model, optimizer):
+    """The optimizer state by name, as torch flattens it; torchtitan's own function gives the same names."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return get_optimizer_state_dict(model, optimizer, options=options)

@@ -345,14 +345,15 @@ def test_open_dcp_names_of_transformers_and_meta(tmp_path):
 def test_open_checkpoint_absent_optional_state_gives_weights(tmp_path):
     m = families.llama()
     config = hf_config(m, "float32", None)
-    state = {"tok_embeddings.weight": np.zeros((m["vocab_size"], m["hidden_size"]), np.float32)}
-    save(tmp_path / "meta", state)
+    table = np.zeros((m["vocab_size"], m["hidden_size"]), np.float32)
+    state = {"model.embed_tokens.weight": table}
+    save(tmp_path / "meta", {"tok_embeddings.weight": table})
     save(tmp_path / "trained", state | {"optimizer.state.w.exp_avg": np.zeros(1, np.float32)})
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ReadOptions(config=tmp_path, with_optimizer=True)
     with pytest.raises(NoOptimizerStateError, match="has no optimizer state"):
         open_checkpoint(tmp_path / "meta", options=options)
-    with pytest.raises(UnsupportedError, match="read from Megatron-core's checkpoints only") as refused:
+    with pytest.raises(UnsupportedError, match="of Megatron-core and torchtitan only") as refused:
         open_checkpoint(tmp_path / "trained", options=options)
     assert not isinstance(refused.value, NoOptimizerStateError)
 

@@ -305,3 +305,10 @@ def test_torch_number_of_other_value_is_none(tmp_path, value):
     torch.save({"step": value}, tmp_path / "x.pt")
     file = open_torch(tmp_path / "x.pt")
     assert file.number(file.tree["step"]) is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_load_pickle_invalid_escape_is_refused_where_warnings_are_errors():
+    with pytest.raises(CorruptError, match="invalid escape sequence"):
+        load_pickle(b"S'\\\x02'\n.", "source")
+    assert load_pickle(b"S'\\x02'\n.", "source") == "\x02"
