@@ -22,11 +22,12 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from .._common.document import finite_number, short_repr
-from ..formats.checkpoint_rules import EXPERT_BIASES, HALF_MOMENTS
+from ..formats.checkpoint_rules import HALF_MOMENTS
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..io.files import open_file
 from ..maps.axes import axis_sizes
-from ..maps.name_map import Layout, layout_of, load_map, to_native
+from ..maps.name_map import layout_of, load_map, to_native
+from ..megatron.write_optimizer import without_buffers
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.views import Tensor
 from .assemble import add_optimizer_state
@@ -85,7 +86,7 @@ def with_optimizer_state(
             settings that DynMo's AdamW has once for all parameters and that differ here.
     """
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
-    layout = moment_layout(layout_of(load_map(titan.map, titan.variant), model))
+    layout = without_buffers(layout_of(load_map(titan.map, titan.variant), model))
     state = _adam_state(found, titan, model, drop, wrappers)
     parts: dict[str, list[str]] = {}
     for link in layout.links:
@@ -125,11 +126,6 @@ def with_optimizer_state(
     tensors = dict(checkpoint.tensors)
     add_optimizer_state(manifest, tensors, moments, steps, groups)
     return replace(checkpoint, manifest=manifest, tensors=tensors)
-
-
-def moment_layout(layout: Layout) -> Layout:
-    """The layout of a model without its buffers, which have no optimizer state."""
-    return replace(layout, links=tuple(link for link in layout.links if not link.native.endswith(EXPERT_BIASES)))
 
 
 def _adam_state(

@@ -19,13 +19,13 @@ from ..huggingface.models import hf_config
 from ..huggingface.source_config import export_config
 from ..io.errors import UnsupportedError
 from ..maps.name_map import layout_of, load_map, to_foreign
-from ..megatron.write_core import distributed_files
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan, OutputTensor
+from ..torch_save.distributed import chunks_of, distributed_files
 from .registry import CheckpointFormat
 from .titan_models import PREDICTION_ITEMS, check_computed, titan_model, zero_biases
 from .torch_dcp import read_dcp
-from .write_titan_optimizer import chunks_of, files_with_objects, state_entries
+from .write_titan_optimizer import state_entries
 
 
 def plan_titan(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
@@ -66,11 +66,8 @@ def plan_titan(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPla
         # torchtitan's loader requires them in a model that is trained with its balancing, the default.
         for name, bias in zero_biases(model).items():
             entries[name] = [((0,), OutputTensor(key=name, shape=bias.shape, content=bias))]
-    if options.with_optimizer:
-        state, objects = state_entries(checkpoint, layout)
-        data, metadata = files_with_objects(entries | state, objects)
-    else:
-        data, metadata = distributed_files("", entries)
+    state, objects = state_entries(checkpoint, layout) if options.with_optimizer else ({}, {})
+    data, metadata = distributed_files("", entries | state, objects)
     config = export_config(manifest.get("source"), model, hf_config(model, DTYPE_NAMES[dtype], None))
     decisions: dict[str, Any] = {
         "tied_written_twice": sorted(ties),

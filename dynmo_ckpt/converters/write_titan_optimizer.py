@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from .._common.document import finite_number
@@ -18,19 +17,15 @@ from ..formats.checkpoint_rules import HALF_MOMENTS
 from ..io.errors import UnsupportedError, short_names
 from ..maps.name_map import Layout, MappedTensor
 from ..megatron.training_progress import progress_of
-from ..megatron.write_core import DATA_FILE, Entries, _metadata, _metadata_object, _place, distributed_files
-from ..megatron.write_optimizer import mapped_moments
+from ..megatron.write_optimizer import mapped_moments, without_buffers
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor
 from ..tensors.views import concatenate
-from ..torch_save.writer import ConcatenatedTorchFiles, NewDict, NewObject, TorchSaveFile, dump_pickle
-from .read_titan_optimizer import moment_layout
+from ..torch_save.distributed import Entries, chunks_of
 
 QUERIES = re.compile(r"(layers\.\d{1,9}\.attention\.qkv_linear)\.wq\.(weight|bias)")
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 REMEDY = "use --no-optimizer"
-MAX_CHUNK_BYTES = 2**31
-"""Larger tensors are written in parts along their first dimension: a storage of the zip format has at most 4 GiB."""
 
 
 def state_entries(checkpoint: NativeCheckpoint, layout: Layout) -> tuple[Entries, dict[str, Any]]:
@@ -43,7 +38,7 @@ def state_entries(checkpoint: NativeCheckpoint, layout: Layout) -> tuple[Entries
     Raises:
         UnsupportedError: the state of another optimizer, or a part of it that torchtitan needs and the input lacks.
     """
-    manifest, layout = checkpoint.manifest, moment_layout(layout)
+    manifest, layout = checkpoint.manifest, without_buffers(layout)
     moments = mapped_moments(checkpoint, layout, rank=0, ranks=1)
     natives: dict[str, list[str]] = {}
     for link in layout.links:
@@ -71,60 +66,6 @@ def state_entries(checkpoint: NativeCheckpoint, layout: Layout) -> tuple[Entries
     step = manifest["step"]
     objects |= {"train_state.step": step, "train_state.ntokens_seen": _count(recorded.get("ntokens_seen"), 0)}
     return entries, objects | {"lr_scheduler.last_epoch": _count(recorded.get("last_epoch"), step)}
-
-
-def chunks_of(tensor: OutputTensor) -> list[tuple[tuple[int, ...], OutputTensor]]:
-    """The chunks of a tensor in a distributed checkpoint, each with its begin; one, where the tensor is small enough.
-
-    Args:
-        tensor: of any shape; the first dimension of its content is that of its shape, or a part of it.
-    """
-    begin = tuple(0 for _ in tensor.shape)
-    if tensor.num_bytes <= MAX_CHUNK_BYTES or not tensor.shape or len(tensor.content.shape) < len(tensor.shape):
-        return [(begin, tensor)]
-    size = tensor.content.shape[0]
-    rows = tensor.shape[0] // size
-    step = max(1, size * MAX_CHUNK_BYTES // tensor.num_bytes)
-    chunks = []
-    for at in range(0, size, step):
-        end = min(size, at + step)
-        part = replace(
-            tensor,
-            # Checksums are by key.
-            key=f"{tensor.key}[{at * rows}]",
-            shape=((end - at) * rows, *tensor.shape[1:]),
-            content=tensor.content.narrow(0, at, end),
-            mask=None if tensor.mask is None else tensor.mask.narrow(0, at, end),
-        )
-        chunks.append(((at * rows, *begin[1:]), part))
-    return chunks
-
-
-def files_with_objects(entries: Entries, objects: Mapping[str, Any]) -> tuple[ConcatenatedTorchFiles, bytes]:
-    """The data file of a distributed checkpoint with objects next to its tensors, and its ``.metadata``.
-
-    Args:
-        entries: for each name of a tensor its chunks: begin in the whole tensor, and the tensor to write.
-        objects: by name; equal ones share a part of the file.
-    """
-    tensors, _ = distributed_files("", entries)
-    names: dict[tuple[str, Any], list[str]] = {}
-    for name, value in objects.items():
-        # True equals 1, and both are values here.
-        names.setdefault((type(value).__name__, value), []).append(name)
-    parts = [TorchSaveFile(name="", tensors=(), tree=value) for _, value in names]
-    data = ConcatenatedTorchFiles(name=DATA_FILE, parts=(*tensors.parts, *parts))
-    metadata = _metadata(entries, data, ())
-    attributes = dict(metadata.attributes) if isinstance(metadata.attributes, Mapping) else {}
-    described = {name: _metadata_object("BytesStorageMetadata") for name in objects}
-    places = [
-        (_metadata_object("MetadataIndex", fqn=name, offset=None, index=None), _place(begin, part))
-        for begin, part, group in zip(data.begins[len(tensors.parts) :], parts, names.values(), strict=True)
-        for name in group
-    ]
-    attributes["state_dict_metadata"] = {**attributes["state_dict_metadata"], **described}
-    attributes["storage_data"] = NewDict((*attributes["storage_data"].pairs, *places))
-    return data, dump_pickle(NewObject(metadata.type, attributes))
 
 
 def _by_parameter(

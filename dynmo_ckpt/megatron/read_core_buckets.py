@@ -84,7 +84,7 @@ def flat_state(
 
     Args:
         path: of the checkpoint.
-        tensors: all tensors by name; buckets are flat.
+        tensors: all tensors by name; buckets have the shape ``[elements]``.
         objects: names of all entries that are not tensors.
         open_object: opens one of them.
         number: of the optimizer; the names of a single one have no number.
@@ -134,7 +134,7 @@ def size_of(path: Path, args: Mapping[str, Any], name: str) -> int:
     """A number of ranks in the arguments, 1 where they do not have it.
 
     Raises:
-        CorruptError: it is no positive integer.
+        CorruptError: it must be a positive integer.
     """
     value = 1 if args.get(name) is None else args[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 20:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
+from ..formats.checkpoint_rules import EXPERT_BIASES
 from ..formats.choices import ReadOptions
 from ..io.errors import CorruptError, UnsupportedError, short_name
 from ..maps.name_map import Layout, layout_of, load_map, model_ties, to_native
@@ -24,7 +25,6 @@ from .core_names import EXTRA_STATE, unstacked
 from .read import MegatronCheckpoint, RankMetadata, with_state
 
 MAP = "core_decoder"
-EXPERT_BIAS = ".router.expert_bias"
 # With a key for each part, gate and up projection are separate, and so are experts.
 HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
 EXPERT = re.compile(r"(.+\.mlp\.experts\.experts)\.(\d{1,5})\.(.+)")
@@ -81,7 +81,7 @@ def assemble_decoder_state(
         UsageError: options that change the set of tensors.
     """
     # Buffers have no state; the model is that of the weights only with them.
-    buffers = {name: tensor for name, tensor in weights.items() if name.endswith(EXPERT_BIAS)}
+    buffers = {name: tensor for name, tensor in weights.items() if name.endswith(EXPERT_BIASES)}
     kinds = {kind: assemble_decoder(facts, {**part, **buffers}, options) for kind, part in state.items()}
     return with_state(facts, kinds, steps, options)
 

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..formats.checkpoint_rules import EXPERT_BIASES
 from ..io.errors import UnsupportedError
 from ..maps.name_map import Layout, layout_of, load_map, to_foreign, to_native
 from ..tensors.views import Tensor
 from .core_decoder import LAYER, OUTPUT, WORD
 from .read import STATE_KINDS, MegatronCheckpoint
 from .read_core_buckets import REMEDY, FlatState, buffers_of, num_chunks, place_chunk, size_of
-from .read_core_decoder import EXPERT, EXPERT_BIAS, MAP, joined
+from .read_core_decoder import EXPERT, MAP, joined
 
 Chunk = dict[str, Tensor]
 # The parts of a layer in the order of the module's parameters. Attention creates its output projection first; norms of
@@ -110,7 +111,7 @@ def read_flat_decoder(
     grid = _Grid(num_layers=model["num_layers"], num_stages=stages, num_chunks=chunks)
     layout = layout_of(load_map(MAP), model, foreign_vocab_size=model["padded_vocab_size"])
     ranks = [_weights(layout, whole, tables, rank, tensor) for rank in range(tensor)]
-    buffers = {name: weight for name, weight in ranks[0].items() if name.endswith(EXPERT_BIAS)}
+    buffers = {name: weight for name, weight in ranks[0].items() if name.endswith(EXPERT_BIASES)}
     is_apart = experts > 0 and expert > 1
     trained = [
         {n: w for n, w in rank.items() if n not in buffers and not (is_apart and EXPERT.fullmatch(n))} for rank in ranks

@@ -9,7 +9,8 @@ is not distributed has another name for the float32 weights: the same bytes have
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -19,16 +20,12 @@ from ..maps.decoder_fields import DECODERS, GATED, SIGMOID_GATED, decoder_fields
 from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor, Writable
+from ..torch_save.distributed import Entries, chunks_of, distributed_files
 from ..torch_save.pickles import GlobalName
 from ..torch_save.writer import (
-    ConcatenatedTorchFiles,
     ConstantStorages,
-    NewCall,
-    NewDict,
     NewObject,
-    NewTensor,
     TorchSaveFile,
-    dump_pickle,
 )
 from .core_decoder import check_decoder, decoder_args
 from .core_names import EXTRA_STATE, core_name
@@ -38,8 +35,6 @@ from .training_progress import adam_groups, grad_scaler, megatron_args, progress
 from .write import check_supported
 from .write_optimizer import MOMENTS, mapped_moments
 
-DATA_FILE = "__0_0.distcp"
-PACKAGE = "torch.distributed.checkpoint.metadata"
 FULLY = "fully_reshardable"
 MASTER, PLAIN_MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
 STACKED_LAYERS, EXPERTS = "decoder.layers.", ".mlp.experts.experts."
@@ -51,7 +46,6 @@ FUSED_NORMS = {
     "linear_kv_up_proj": "kv_layernorm",
 }
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def plan_core(
@@ -94,7 +88,8 @@ def plan_core(
             entries |= _entries(f"optimizer.state.{kind}.", moments[kind].values(), "F32", model)
     folder = f"iter_{checkpoint.manifest['step']:07d}"
     second = {name: name.replace(MASTER, PLAIN_MASTER, 1) for name in entries if name.startswith(MASTER)}
-    data, metadata = distributed_files(f"{folder}/", entries, extra_states(weights_only, model), second)
+    empty = {name: [None] for name in extra_states(weights_only, model)}
+    data, metadata = distributed_files(f"{folder}/", entries, empty, second)
     about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
     small = {
         "latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode(),
@@ -102,26 +97,6 @@ def plan_core(
         f"{folder}/metadata.json": encode_json({**about, "common_backend_version": 1}),
     }
     return [data, _common(f"{folder}/common.pt", checkpoint, with_optimizer=with_optimizer)], small
-
-
-Entries = dict[str, list[tuple[tuple[int, ...], OutputTensor]]]
-
-
-def distributed_files(
-    prefix: str, entries: Entries, empty: Sequence[str] = (), second: Mapping[str, str] | None = None
-) -> tuple[ConcatenatedTorchFiles, bytes]:
-    """The data file of a distributed checkpoint, and the contents of its ``.metadata``.
-
-    Args:
-        prefix: of the path of the data file, empty or ending with a slash.
-        entries: for each name its chunks: begin in the whole tensor, and the tensor to write.
-        empty: names of objects without contents; they share one part of the file.
-        second: for the name of a tensor another one of the same bytes.
-    """
-    parts = [_part(tensor) for chunks in entries.values() for _, tensor in chunks]
-    parts += [TorchSaveFile(name="", tensors=(), tree=[None])] if empty else []
-    data = ConcatenatedTorchFiles(name=f"{prefix}{DATA_FILE}", parts=tuple(parts))
-    return data, dump_pickle(_metadata(entries, data, empty, second or {}))
 
 
 def has_own_map(model: Mapping[str, Any]) -> bool:
@@ -154,17 +129,12 @@ def _entries(
         # as a chunk of it.
         match = None if model.get("moe_layer_pattern") else LAYER.match(name)
         stacked = LAYER.sub("decoder.layers.", name) if match else name
-        begin = (int(match[1]), *(0 for _ in each.shape)) if match else tuple(0 for _ in each.shape)
-        shape = (1, *each.shape) if match else each.shape
         cast = None if dtype == each.content.dtype or each.source_name in buffers else dtype
-        output = OutputTensor(key=f"{prefix}{name}", shape=shape, content=each.content, mask=each.mask, cast=cast)
-        found.setdefault(prefix + stacked, []).append((begin, output))
+        whole = OutputTensor(key=f"{prefix}{name}", shape=each.shape, content=each.content, mask=each.mask, cast=cast)
+        for begin, part in chunks_of(whole):
+            chunk = ((int(match[1]), *begin), replace(part, shape=(1, *part.shape))) if match else (begin, part)
+            found.setdefault(prefix + stacked, []).append(chunk)
     return {name: sorted(chunks, key=lambda chunk: chunk[0]) for name, chunks in found.items()}
-
-
-def _part(tensor: OutputTensor) -> TorchSaveFile:
-    """A chunk as ``torch.save`` writes it."""
-    return TorchSaveFile(name="", tensors=(tensor,), tree=NewTensor(0, tensor.dtype, tensor.shape))
 
 
 def extra_states(entries: Entries, model: Mapping[str, Any]) -> list[str]:
@@ -202,65 +172,6 @@ def _modules(name: str) -> list[str]:
         if part.startswith("layer_norm_") and module.endswith(linear):
             own.append(module.removesuffix(linear) + norm)
     return own
-
-
-def _metadata(
-    entries: Entries, data: ConcatenatedTorchFiles, empty: Sequence[str], second: Mapping[str, str]
-) -> NewObject:
-    """The object that torch pickles as ``.metadata``."""
-    tensors: dict[str, NewObject] = {name: _metadata_object("BytesStorageMetadata") for name in empty}
-    places: list[tuple[NewObject, NewObject]] = []
-    # plan_core concatenates the chunks in the order of the entries, so both are walked in step.
-    at = iter(zip(data.begins, data.parts, strict=True))
-    for name, chunks in entries.items():
-        names = [name, *([second[name]] if name in second else [])]
-        described = []
-        for begin, tensor in chunks:
-            place = _place(*next(at))
-            described.append(_metadata_object("ChunkStorageMetadata", offsets=_size(begin), sizes=_size(tensor.shape)))
-            places += [
-                (_metadata_object("MetadataIndex", fqn=each, offset=_size(begin), index=None), place) for each in names
-            ]
-        ends = [tuple(b + n for b, n in zip(begin, tensor.shape, strict=True)) for begin, tensor in chunks]
-        size = tuple(max(along) for along in zip(*ends, strict=True))
-        properties = _properties(chunks[0][1].dtype)
-        tensors |= {
-            each: _metadata_object("TensorStorageMetadata", properties=properties, size=_size(size), chunks=described)
-            for each in names
-        }
-    for offset, part in at:
-        place = _place(offset, part)
-        places += [(_metadata_object("MetadataIndex", fqn=name, offset=None, index=None), place) for name in empty]
-    return _metadata_object(
-        "Metadata",
-        state_dict_metadata=tensors,
-        planner_data=None,
-        storage_data=NewDict(tuple(places)),
-        storage_meta=None,
-        version="1.0.0",
-    )
-
-
-def _place(offset: int, part: TorchSaveFile) -> NewObject:
-    fields = {"relative_path": DATA_FILE, "offset": offset, "length": part.num_bytes}
-    return NewObject(GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo"), fields)
-
-
-def _metadata_object(kind: str, **fields: Any) -> NewObject:
-    return NewObject(GlobalName(PACKAGE, kind), fields)
-
-
-def _size(shape: tuple[int, ...]) -> NewCall:
-    return NewCall(GlobalName("torch", "Size"), (shape,))
-
-
-def _properties(dtype: str) -> NewObject:
-    """``TensorProperties`` of a dense contiguous tensor without gradient."""
-    layout = NewCall(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = NewCall(GlobalName(PACKAGE, "_MEM_FORMAT_ENCODING"), (0,))
-    return NewObject(
-        GlobalName(PACKAGE, "TensorProperties"), (GlobalName("torch", DTYPES[dtype]), layout, False, contiguous, False)
-    )
 
 
 def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) -> TorchSaveFile:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ..formats.checkpoint_rules import EXPERT_BIASES
 from ..io.errors import UnsupportedError, short_names
 from ..maps.name_map import Layout, MappedTensor, to_foreign
 from ..native.checkpoint import NativeCheckpoint
@@ -17,6 +19,11 @@ from .read_optimizer import module_order
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Moments = Mapping[str, Mapping[str, MappedTensor]]
+
+
+def without_buffers(layout: Layout) -> Layout:
+    """The layout of a model without its buffers, which have no optimizer state."""
+    return replace(layout, links=tuple(link for link in layout.links if not link.native.endswith(EXPERT_BIASES)))
 
 
 def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, ranks: int) -> Moments:
@@ -40,8 +47,7 @@ def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, r
             "of adamw only; use --no-optimizer or --to native"
         )
     result = {}
-    # A layout has the names of buffers too, which have no moments.
-    buffers = {name: tensor for name, tensor in checkpoint.weights().items() if name in checkpoint.names("buffer")}
+    layout = without_buffers(layout)
     for kind in MOMENTS:
         stored = {name: checkpoint.tensors.get(f"{name}.{kind}") for name in checkpoint.names("parameter")}
         missing = [name for name, tensor in stored.items() if tensor is None]
@@ -51,8 +57,8 @@ def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, r
                 "--no-optimizer"
             )
         found = {name: tensor for name, tensor in stored.items() if tensor is not None}
-        mapped = to_foreign(layout, found | buffers, checkpoint.manifest["ties"], rank=rank, ranks=ranks)
-        result[kind] = {each.name: each for each in mapped if each.source_name not in buffers}
+        mapped = to_foreign(layout, found, checkpoint.manifest["ties"], rank=rank, ranks=ranks)
+        result[kind] = {each.name: each for each in mapped}
     return result
 
 

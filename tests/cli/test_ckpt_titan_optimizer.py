@@ -302,7 +302,7 @@ def test_titan_large_tensors_are_written_in_chunks(tmp_path, ckpt, monkeypatch, 
     save(tmp_path / "titan", case.weights, flat)
     to_native(ckpt, tmp_path, "--with-optimizer")
     more = ("--to", "titan", "--with-optimizer", "--no-check-logits")
-    monkeypatch.setattr("dynmo_ckpt.converters.write_titan_optimizer.MAX_CHUNK_BYTES", 2000)
+    monkeypatch.setattr("dynmo_ckpt.torch_save.distributed.MAX_CHUNK_BYTES", 2000)
     ckpt("convert", tmp_path / "native", tmp_path / "out", *more)
     metadata = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
     assert len(metadata["tok_embeddings.weight"].chunks) == 7  # 10 of 61 rows each have 1,920 bytes

@@ -1,5 +1,7 @@
 """Configurations of today's decoders as their publishers write them: keys that no class of transformers has, too."""
 
+import json
+
 import pytest
 
 from dynmo_ckpt.huggingface.models import hf_model
@@ -217,3 +219,15 @@ DEEPSEEK = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_
 def test_hf_model_with_more_experts_per_token_than_experts_is_refused(published, key):
     with pytest.raises(CorruptError, match=f"num_experts_per_tok 1,000 is above {key}"):
         hf_model(published | {"num_experts_per_tok": 1000}, 1)
+
+
+def test_trained_length_of_layer_types_is_their_own():
+    """As transformers: an outer length replaces that of a single set of parameters, not that of a set by layer type."""
+    gemma = pytest.importorskip("transformers").CONFIG_MAPPING["gemma3_text"]
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 16
+    config = {"model_type": "gemma3_text", "sliding_window_pattern": 1, "original_max_position_embeddings": 64}
+    config |= {"rope_scaling": scaling, "num_hidden_layers": 2}
+    theirs = gemma.from_dict(json.loads(json.dumps(config))).rope_parameters["full_attention"]
+    ours = hf_model(config, 1)["rotary_scaling"]
+    assert ours == scaling == {name: theirs[name] for name in scaling}

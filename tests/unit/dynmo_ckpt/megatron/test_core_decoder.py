@@ -72,8 +72,8 @@ def state(*, singleton=False, **changes):
     return found | changes
 
 
-def opened(path, tensors, options=None, **changes):
-    save(path, tensors, {"args": argparse.Namespace(**ARGS | changes), "iteration": 1})
+def opened(path, tensors, options=None, common=None, **changes):
+    save(path, tensors, {"args": argparse.Namespace(**ARGS | changes), "iteration": 1, **(common or {})})
     return open_checkpoint(path, options=options or ReadOptions())[0]
 
 
@@ -108,13 +108,6 @@ def test_half_of_a_projection_and_a_missing_expert_are_refused(tmp_path):
     without = {name: value for name, value in parts.items() if "1.mlp.experts.experts.0.linear_fc2" not in name}
     with pytest.raises(CorruptError, match="must have the numbers 0 to 1"):
         opened(tmp_path / "expert", without)
-
-
-def test_optimizer_state_is_refused_with_a_remedy(tmp_path):
-    tensors = state()
-    moments = {f"optimizer.state.exp_avg.{name}": value for name, value in tensors.items()}
-    with pytest.raises(UnsupportedError, match=r"a decoder beyond GPT and Llama is not read; .* --no-optimizer"):
-        opened(tmp_path / "c", tensors | moments, ReadOptions(with_optimizer=True))
 
 
 @pytest.mark.parametrize(
