@@ -74,33 +74,45 @@ def check_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()) 
         path: the file, for messages.
         family: of the model, or ``decoder`` for those of Megatron-core alone.
         args: the arguments of the files; may be empty.
-        ignored: shell patterns of arguments that are not checked.
+        ignored: shell patterns of arguments that are left out instead of refused.
 
     Raises:
         UnsupportedError: an unknown argument, or a value that DynMo's models do not implement.
     """
     table = argument_table()
     mapped = {*table["mapped"], *(table["decoder_mapped"] if family == DECODER else ())}
-    found = {name: value for name, value in args.items() if name in mapped or not matches(name, ignored)}
+    needs = needed_values(family)
+    known = {*mapped, *needs, *_known_elsewhere()}
+
+    def is_refused(name: str) -> bool:
+        return name not in known or (name in needs and table_value(args[name]) not in needs[name])
+
+    # A pattern such as moe_* leaves out what would be refused, and not the router that the readers know.
+    found = {name: value for name, value in args.items() if not (matches(name, ignored) and is_refused(name))}
     # Since 2023 Megatron records rotary positions as a type, and no longer as a flag.
     if table_value(found.get(POSITION_TYPE)) in ROTARY_TYPES:
         found[ROTARY] = True
-    needs = needed_values(family)
     for name, supported in needs.items():
         if table_value(found.get(name, supported[0])) not in supported:
             stored = table_value(found[name])
             value = (stored if isinstance(stored, str) else short_repr(stored))[:80]
             raise UnsupportedError(
-                f"{path}: trained with {name} = {value}; DynMo implements {name} = {supported[0]} only; "
+                f"{path}: trained with {name} = {value}; DynMo implements {name} = {_listed(supported)} only; "
                 f"--ignore-config {name} skips this check"
             )
-    unknown = sorted(set(found) - mapped - set(needs) - _known_elsewhere())
+    unknown = sorted(set(found) - known)
     if unknown:
         raise UnsupportedError(
             f"{path}: no rule for the {'argument' if len(unknown) == 1 else 'arguments'} {short_names(unknown)}; an "
             "unknown argument may change what the model computes; --ignore-config NAME ignores it"
         )
     return found
+
+
+def _listed(values: Sequence[Any]) -> str:
+    """Values of the table without those that mean the first one."""
+    named = [value for value in values if value is not None and not isinstance(value, list)]
+    return " or ".join(map(str, named or values[:1]))
 
 
 def needed_values(family: str) -> dict[str, list[Any]]:
