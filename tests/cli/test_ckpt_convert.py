@@ -125,7 +125,7 @@ def test_diff_and_verify_against_report_differences(ckpt, native, tmp_path):
     native_checkpoints.save(tmp_path / "other", q, m)
     text = ckpt("diff", directory, tmp_path / "other", code=1).stdout
     assert "layers.1.attention.qkv.bias: 1 of 48 elements differ by more than 0, by at most 0.25" in text
-    assert "1 tensors differ" in text
+    assert "\n1 tensor differs" in text
     assert "qkv.bias" in ckpt("verify", directory, "--against", tmp_path / "other", code=1).stdout
     assert "no tensor differs" in ckpt("diff", directory, tmp_path / "other", "--atol", 0.3).stdout
 
