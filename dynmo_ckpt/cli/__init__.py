@@ -209,7 +209,9 @@ def diff(
             emit(f"{each['name']}: {each['message']}")
         settings = sum(each["kind"] == SETTING for each in found)
         tensors = len(found) - settings
-        emit(f"{plural(tensors, 'tensor')} {'differs' if tensors == 1 else 'differ'}" if tensors else "no tensor differs")
+        emit(
+            f"{plural(tensors, 'tensor')} {'differs' if tensors == 1 else 'differ'}" if tensors else "no tensor differs"
+        )
         if settings:
             emit(f"{plural(settings, 'setting')} of the model {'differs' if settings == 1 else 'differ'}")
     if found:

@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 
 from .. import maps
-from .._common.document import parse_json, short_repr
+from .._common.document import MAX_SIZE, finite_number, parse_json, short_repr
 from ..huggingface.config_keys import irrelevant_keys, matches
 from ..io.errors import UnsupportedError, short_names
 from ..torch_save.pickles import GlobalName, OpaquePickle
@@ -107,6 +107,41 @@ def check_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()) 
             "unknown argument may change what the model computes; --ignore-config NAME ignores it"
         )
     return found
+
+
+def count_of(path: str, args: Args, name: str) -> int | None:
+    """A positive integer of the arguments; None where it is none or not recorded.
+
+    Args:
+        path: the checkpoint, for messages.
+        args: its arguments.
+        name: of the argument.
+
+    Raises:
+        UnsupportedError: another value.
+    """
+    value = args.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MAX_SIZE):
+        raise UnsupportedError(f"{path}: {name} = {short_repr(value)}: must be a positive integer")
+    return value
+
+
+def number_of(path: str, args: Args, name: str) -> float | None:
+    """A finite number of the arguments; None where it is none or not recorded.
+
+    Args:
+        path: the checkpoint, for messages.
+        args: its arguments.
+        name: of the argument.
+
+    Raises:
+        UnsupportedError: another value.
+    """
+    value = args.get(name)
+    number = None if value is None else finite_number(value)
+    if value is not None and number is None:
+        raise UnsupportedError(f"{path}: {name} = {short_repr(value)}: must be a number")
+    return number if number is None else float(number)
 
 
 def _listed(values: Sequence[Any]) -> str:

@@ -21,8 +21,9 @@ from .._common.errors import UsageError
 from ..io.errors import UnsupportedError, short_name
 from ..maps.decoder_fields import decoder_fields
 from ..tensors.views import Tensor
+from .arguments import count_of, number_of
 from .core_rotary import rotary_args, rotary_of_args
-from .core_router import count_of, number_of, router_args, router_of_args
+from .core_router import router_args, router_of_args
 from .model_sizes import megatron_rows, vocabulary_sizes
 
 Args = Mapping[str, Any]
@@ -146,8 +147,8 @@ def _num_layers(file: DecoderFile, stack: str) -> int:
     # Before lists with an entry per layer are made of the largest number.
     if numbers and max(numbers) >= len(numbers):
         raise UnsupportedError(
-            f"{file.path}: the layers of {stack} with tensors must have the numbers 0 to {len(numbers) - 1:,}, and have "
-            f"one up to {max(numbers):,}"
+            f"{file.path}: has tensors of {len(numbers):,} layers of the {stack}, and one of layer {max(numbers):,}; "
+            "the numbers of layers must begin at 0 and have no gap"
         )
     return len(numbers)
 

@@ -114,7 +114,7 @@ def test_half_of_a_projection_and_a_missing_expert_are_refused(tmp_path):
 def test_layers_beyond_a_gap_are_refused_at_once(tmp_path, stack):
     """Of the number alone, a list of a billion layers would be made."""
     further = {f"{stack}.layers.999999999.mlp.router.weight": np.zeros((EXPERTS, WIDTH), np.float32)}
-    with pytest.raises(UnsupportedError, match="one up to 999,999,999"):
+    with pytest.raises(UnsupportedError, match="one of layer 999,999,999"):
         opened(tmp_path / "c", state(singleton=True) | further)
 
 
@@ -150,6 +150,7 @@ def test_optimizer_state_is_refused_with_a_remedy(tmp_path):
         ({"window_size": (3, 1)}, r"window_size = \(3, 1\): must be \(LEFT, 0\)"),
         ({"window_size": (3, 0), "window_attn_skip_freq": [1]}, "must fit 2 layers"),
         ({"norm_epsilon": float("nan")}, "norm_epsilon = nan"),
+        ({"position_embedding_type": "yarn", "mscale": float("nan")}, "mscale = nan"),
         ({"softmax_type": "other"}, "softmax_type = vanilla or learnable or off-by-one only"),
         ({"kv_channels": "4"}, "kv_channels = '4': must be a positive integer"),
         ({"rotary_base": "many"}, "rotary_base = 'many': must be a number"),
