@@ -330,7 +330,7 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[tuple[Any, 
     if decoder:
         if not isinstance(decoder, dict) or not all(isinstance(each, dict) for each in decoder.values()):
             raise CorruptError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must be objects")
-        numbers = [int(key) if key.isdecimal() else key for key in decoder]
+        numbers = [int(key) if key.isdecimal() and len(key) < 10 else key for key in decoder]
         rows = zip(numbers, decoder.values(), strict=True)
         return [(number, each.get("content"), bool(each.get("special"))) for number, each in rows]
     return [(number, token, True) for token, number in _object(folder / "added_tokens.json").items()]
