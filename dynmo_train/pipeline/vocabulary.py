@@ -255,7 +255,7 @@ class VocabularyPasses:
             masks = torch.tensor_split(inputs[mask_name[0]].to(device, non_blocking=True), self.shape.microbatches)
         # An evaluation has the model's own prediction alone.
         depths = len(self.ahead) if training else 0
-        targets = PredictionTargets.of(by_microbatch, masks, depths, self._groups.context)
+        targets = PredictionTargets.of(inputs[label_name], by_microbatch, masks, depths, self._groups.context)
         self._labels, self._weights, self._predictions = targets.labels, targets.weights, 1 + depths
         self._expect_features(0)
         self.lookups.begin_step(inputs[self._groups.ids_input], training=training)

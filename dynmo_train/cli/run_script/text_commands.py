@@ -23,9 +23,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_SEQUENCE = 10_000
 # A name, and numbers in brackets with the rest of the name. No two parts match the same characters: a text that is no
 # list is refused in linear time.
-_HOSTS = re.compile(
-    r"([\w.-]*)(?:\[(\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\]([\w.-]*))?(?:,|\Z)", re.ASCII
-)
+_HOSTS = re.compile(r"([\w.-]*)(?:\[(\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\]([\w.-]*))?(?:,|\Z)", re.ASCII)
 
 
 def _in_lines(texts: Iterable[str], separator: str | None) -> str:
