@@ -42,7 +42,7 @@ def test_encode_header_is_read_by_safetensors():
 @pytest.mark.parametrize(
     ("payload", "message"),
     [
-        (b"", "does not fit"),
+        (b"", "has 0 bytes"),
         (b"\1\0\0", "does not fit"),
         (b"\xff" * 8 + b"{}", "does not fit"),
         (container(b"{"), "not a safetensors file"),
