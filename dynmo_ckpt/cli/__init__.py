@@ -191,6 +191,7 @@ def diff(
 
     Padding rows of the vocabulary are not compared. Where only one side has pruning masks, they are applied first.
     """
+    from .._common.report.units import plural
     from ..io.errors import EXIT_DIFFERENCE
     from ..operations.compare import SETTING
 
@@ -207,9 +208,12 @@ def diff(
         for each in found:
             emit(f"{each['name']}: {each['message']}")
         settings = sum(each["kind"] == SETTING for each in found)
-        emit(f"{len(found) - settings} tensors differ" if len(found) > settings else "no tensor differs")
+        tensors = len(found) - settings
+        emit(
+            f"{plural(tensors, 'tensor')} {'differs' if tensors == 1 else 'differ'}" if tensors else "no tensor differs"
+        )
         if settings:
-            emit(f"{settings} settings of the model differ")
+            emit(f"{plural(settings, 'setting')} of the model {'differs' if settings == 1 else 'differ'}")
     if found:
         raise typer.Exit(EXIT_DIFFERENCE)
 
@@ -228,7 +232,7 @@ def _write_page(
     from .._common.report.page import encoded
     from ..converters.registry import open_checkpoint
     from ..io.errors import StorageError
-    from ..operations.compare import SETTING, Difference
+    from ..operations.compare import Difference
     from ..operations.statistics import as_json, diff_page, statistics
 
     read = ReadOptions(ignore_config=tuple(ignore_config or ()))
@@ -236,8 +240,7 @@ def _write_page(
     total = sum(content.num_bytes for content in sides[0].tensors.values())
     with progress("statistics", total / 1e6, "MB") as tick:
         listed = list(statistics(sides[0], sides[1], roles, tick))
-    tensors = [Difference(**each) for each in found if each["kind"] != SETTING]
-    page = diff_page((str(left), str(right)), listed, tensors, atol)
+    page = diff_page((str(left), str(right)), listed, [Difference(**each) for each in found], atol)
     try:
         write_whole(html, encoded(page))
     except OSError as error:

@@ -18,7 +18,7 @@ from .._common.document import Problem, envelope
 from ..formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
 from ..formats.checkpoint_rules import EXPERT_BIASES, block_items
 from ..huggingface.models import hf_model
-from ..io.errors import CorruptError, UnsupportedError, short_names
+from ..io.errors import CorruptError, UnsupportedError, errors_of, short_names
 from ..maps.name_map import MappedTensor, layout_of, load_map, model_ties, to_native
 from ..megatron.training_progress import in_manifest
 from ..native.checkpoint import NativeCheckpoint
@@ -60,7 +60,8 @@ def model_from_config(config: Mapping[str, Any], source: Path, options: ReadOpti
         CorruptError: impossible sizes.
         UnsupportedError: another architecture, an unknown key, or a value that DynMo's models do not compute.
     """
-    model = hf_model(config, options.make_vocab_size_divisible_by, options.ignore_config)
+    with errors_of(source):
+        model = hf_model(config, options.make_vocab_size_divisible_by, options.ignore_config)
     check_model(model, source)
     return model
 

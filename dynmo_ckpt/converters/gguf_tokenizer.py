@@ -12,6 +12,7 @@ from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, parse_any_json
 from .._common.errors import MissingExtraError
+from .._common.protobuf import protobuf_fields
 from ..huggingface.files import END_TOKENS
 from ..io.errors import CorruptError, UnsupportedError
 from ..io.files import read_file
@@ -289,7 +290,7 @@ def _sentencepiece(folder: Path, settings: Mapping[str, Any], rows: int) -> _Voc
         model = sentencepiece.SentencePieceProcessor(model_proto=payload)
         count = model.vocab_size()
         symbols = _user_symbols(payload)
-    except (RuntimeError, ValueError, OSError, IndexError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise CorruptError(f"{path}: not a model of sentencepiece: {error}") from error
     found = _Vocabulary("llama")
     for number in range(count):
@@ -314,47 +315,8 @@ def _user_symbols(payload: bytes) -> set[int]:
 
     A model is a message of protobuf: field 1 is a piece, whose field 3 is its type, 4 for such symbols.
     """
-    found, number = set(), 0
-    for field, piece in _fields(payload):
-        if field == 1 and isinstance(piece, bytes):
-            if any((key, value) == (3, USER_DEFINED) for key, value in _fields(piece)):
-                found.add(number)
-            number += 1
-    return found
-
-
-def _fields(message: bytes) -> list[tuple[int, bytes | int]]:
-    """The fields of a protobuf message: numbers, and bytes of the other types."""
-    found: list[tuple[int, bytes | int]] = []
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
-        kind = tag & 7
-        if kind == 0:
-            value, at = _varint(message, at)
-            found.append((tag >> 3, value))
-            continue
-        if kind == 2:
-            width, at = _varint(message, at)
-        elif kind in (1, 5):
-            width = 8 if kind == 1 else 4
-        else:
-            raise ValueError(f"has a field of the unknown type {kind}")
-        found.append((tag >> 3, message[at : at + width]))
-        at += width
-    return found
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """An integer in groups of seven bits, from the lowest, and the position after it."""
-    value = shift = 0
-    while shift < 70:
-        byte = message[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-    raise ValueError("has an integer of more than ten bytes")
+    pieces = [piece for field, piece in protobuf_fields(payload) if field == 1 and isinstance(piece, bytes)]
+    return {number for number, piece in enumerate(pieces) if (3, USER_DEFINED) in protobuf_fields(piece)}
 
 
 def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[tuple[Any, Any, bool]]:
@@ -368,7 +330,7 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[tuple[Any, 
     if decoder:
         if not isinstance(decoder, dict) or not all(isinstance(each, dict) for each in decoder.values()):
             raise CorruptError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must be objects")
-        numbers = [int(key) if key.isdecimal() else key for key in decoder]
+        numbers = [int(key) if key.isdecimal() and len(key) < 10 else key for key in decoder]
         rows = zip(numbers, decoder.values(), strict=True)
         return [(number, each.get("content"), bool(each.get("special"))) for number, each in rows]
     return [(number, token, True) for token, number in _object(folder / "added_tokens.json").items()]

@@ -21,7 +21,7 @@ from ..huggingface.files import (
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
-from ..io.errors import UnsupportedError
+from ..io.errors import UnsupportedError, errors_of
 from ..maps.name_map import layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan, OutputTensor
@@ -71,7 +71,8 @@ def _tensors(
     from ..huggingface.adapters import merge_adapters, read_adapter
     from ..huggingface.quantized import dequantized_tensors, quantization_of
 
-    quantization = quantization_of(config, options.ignore_config)
+    with errors_of(directory / "config.json"):
+        quantization = quantization_of(config, options.ignore_config)
     stored = read_tensors(directory, quantized=quantization is not None)
     tensors, dequantized = dequantized_tensors(stored, quantization)
     adapters = [read_adapter(each, options.ignore_config) for each in options.adapters]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from .._common.document import SHORT_CHARACTERS, short_repr
 from .._common.errors import DynmoError
@@ -36,6 +38,20 @@ class StorageError(DynmoError):
     """The system refused to read or write: no space, no permission, a device error."""
 
     exit_code = 6
+
+
+@contextmanager
+def errors_of(path: Path) -> Iterator[None]:
+    """Put a file in front of the messages of functions that know its contents alone, with its last name or none.
+
+    Raises:
+        CorruptError: as in the block.
+        UnsupportedError: as in the block.
+    """
+    try:
+        yield
+    except (CorruptError, UnsupportedError) as error:
+        raise type(error)(f"{path}: {str(error).removeprefix(f'{path.name}: ')}") from error
 
 
 def short_name(name: object) -> str:

@@ -79,7 +79,9 @@ def read_index(path: Path, *, quantized: bool = False) -> Index:
             handle.seek(0)
             length = handle.read(8)
             text_bytes = int.from_bytes(length, "little")
-            if len(length) < 8 or 8 + text_bytes > size or text_bytes > HEADER_LIMIT_BYTES:
+            if len(length) < 8:
+                raise CorruptError(f"{path}: not a safetensors file: has {size} bytes, and a header has at least 8")
+            if 8 + text_bytes > size or text_bytes > HEADER_LIMIT_BYTES:
                 raise CorruptError(f"{path}: a header of {text_bytes} bytes does not fit into a file of {size} bytes")
             text = handle.read(text_bytes)
     except OSError as error:

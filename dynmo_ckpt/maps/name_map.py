@@ -97,7 +97,8 @@ class NameMap:
         """The spelling of a foreign name that is one of ``expected``; the name itself where none is."""
         found = [name]
         for one, other in self.spellings:
-            found += [new for each in found for new in (each.replace(one, other), each.replace(other, one))]
+            pairs = ((one, other), (other, one))
+            found += [each.replace(old, new) for each in found for old, new in pairs if old in each]
         return next((each for each in found if each in expected), name)
 
     def for_model(self, model: Mapping[str, Any]) -> list[NameRule]:

@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 
 from .. import maps
-from .._common.document import parse_json, short_repr
+from .._common.document import MAX_SIZE, finite_number, parse_json, short_repr
 from ..huggingface.config_keys import irrelevant_keys, matches
 from ..io.errors import UnsupportedError, short_names
 from ..torch_save.pickles import GlobalName, OpaquePickle
@@ -74,33 +74,80 @@ def check_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()) 
         path: the file, for messages.
         family: of the model, or ``decoder`` for those of Megatron-core alone.
         args: the arguments of the files; may be empty.
-        ignored: shell patterns of arguments that are not checked.
+        ignored: shell patterns of arguments that are left out instead of refused.
 
     Raises:
         UnsupportedError: an unknown argument, or a value that DynMo's models do not implement.
     """
     table = argument_table()
     mapped = {*table["mapped"], *(table["decoder_mapped"] if family == DECODER else ())}
-    found = {name: value for name, value in args.items() if name in mapped or not matches(name, ignored)}
+    needs = needed_values(family)
+    known = {*mapped, *needs, *_known_elsewhere()}
+
+    def is_refused(name: str) -> bool:
+        return name not in known or (name in needs and table_value(args[name]) not in needs[name])
+
+    # A pattern such as moe_* leaves out what would be refused, and not the router that the readers know.
+    found = {name: value for name, value in args.items() if not (matches(name, ignored) and is_refused(name))}
     # Since 2023 Megatron records rotary positions as a type, and no longer as a flag.
     if table_value(found.get(POSITION_TYPE)) in ROTARY_TYPES:
         found[ROTARY] = True
-    needs = needed_values(family)
     for name, supported in needs.items():
         if table_value(found.get(name, supported[0])) not in supported:
             stored = table_value(found[name])
             value = (stored if isinstance(stored, str) else short_repr(stored))[:80]
             raise UnsupportedError(
-                f"{path}: trained with {name} = {value}; DynMo implements {name} = {supported[0]} only; "
+                f"{path}: trained with {name} = {value}; DynMo implements {name} = {_listed(supported)} only; "
                 f"--ignore-config {name} skips this check"
             )
-    unknown = sorted(set(found) - mapped - set(needs) - _known_elsewhere())
+    unknown = sorted(set(found) - known)
     if unknown:
         raise UnsupportedError(
             f"{path}: no rule for the {'argument' if len(unknown) == 1 else 'arguments'} {short_names(unknown)}; an "
             "unknown argument may change what the model computes; --ignore-config NAME ignores it"
         )
     return found
+
+
+def count_of(path: str, args: Args, name: str) -> int | None:
+    """A positive integer of the arguments; None where it is none or not recorded.
+
+    Args:
+        path: the checkpoint, for messages.
+        args: its arguments.
+        name: of the argument.
+
+    Raises:
+        UnsupportedError: another value.
+    """
+    value = args.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MAX_SIZE):
+        raise UnsupportedError(f"{path}: {name} = {short_repr(value)}: must be a positive integer")
+    return value
+
+
+def number_of(path: str, args: Args, name: str) -> float | None:
+    """A finite number of the arguments; None where it is none or not recorded.
+
+    Args:
+        path: the checkpoint, for messages.
+        args: its arguments.
+        name: of the argument.
+
+    Raises:
+        UnsupportedError: another value.
+    """
+    value = args.get(name)
+    number = None if value is None else finite_number(value)
+    if value is not None and number is None:
+        raise UnsupportedError(f"{path}: {name} = {short_repr(value)}: must be a number")
+    return number if number is None else float(number)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    """Values of the table without those that mean the first one."""
+    named = [value for value in values if value is not None and not isinstance(value, list)]
+    return " or ".join(map(str, named or values[:1]))
 
 
 def needed_values(family: str) -> dict[str, list[Any]]:

@@ -16,13 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._common.document import finite_number, short_repr
+from .._common.document import short_repr
 from .._common.errors import UsageError
 from ..io.errors import UnsupportedError, short_name
 from ..maps.decoder_fields import decoder_fields
 from ..tensors.views import Tensor
+from .arguments import count_of, number_of
 from .core_rotary import rotary_args, rotary_of_args
-from .core_router import count_of, number_of, router_args, router_of_args
+from .core_router import router_args, router_of_args
 from .model_sizes import megatron_rows, vocabulary_sizes
 
 Args = Mapping[str, Any]
@@ -110,7 +111,7 @@ def decoder_model(file: DecoderFile, given: Mapping[str, int | None], remarks: l
     """
     args, path = file.args, file.path
     padded, hidden = file.rows(WORD), file.rows(WORD, 1)
-    layers = _num_layers(file.tensors, "decoder")
+    layers = _num_layers(file, "decoder")
     heads = given["num_attention_heads"] or count_of(path, args, "num_attention_heads")
     positions = count_of(path, args, "max_position_embeddings") or count_of(path, args, "seq_length")
     if heads is None or positions is None:
@@ -118,7 +119,7 @@ def decoder_model(file: DecoderFile, given: Mapping[str, int | None], remarks: l
             f"{path}: its args must have num_attention_heads and max_position_embeddings; --num-attention-heads gives "
             "the first"
         )
-    epsilon = finite_number(args.get("norm_epsilon", args.get("layernorm_epsilon")))
+    epsilon = number_of(path, args, "norm_epsilon" if "norm_epsilon" in args else "layernorm_epsilon")
     model: Model = {
         "family": "llama",
         "num_layers": layers,
@@ -135,14 +136,21 @@ def decoder_model(file: DecoderFile, given: Mapping[str, int | None], remarks: l
     model |= _latent(file, model) if args.get("multi_latent_attention") else _heads(file, model)
     model |= rotary_of_args(path, args)
     model |= _mlps(file, layers)
-    if further := _num_layers(file.tensors, "mtp"):
+    if further := _num_layers(file, "mtp"):
         model["mtp_num_layers"] = further
     return model | _windows(path, args, layers)
 
 
-def _num_layers(names: Iterable[str], stack: str) -> int:
-    numbers = [int(match[2]) for name in names if (match := LAYER.fullmatch(name)) and match[1] == stack]
-    return max(numbers, default=-1) + 1
+def _num_layers(file: DecoderFile, stack: str) -> int:
+    found = (LAYER.fullmatch(name) for name in file.tensors)
+    numbers = {int(match[2]) for match in found if match and match[1] == stack}
+    # Before lists with an entry per layer are made of the largest number.
+    if numbers and max(numbers) >= len(numbers):
+        raise UnsupportedError(
+            f"{file.path}: has tensors of {len(numbers):,} layers of the {stack}, and one of layer {max(numbers):,}; "
+            "the numbers of layers must begin at 0 and have no gap"
+        )
+    return len(numbers)
 
 
 def _heads(file: DecoderFile, model: Model) -> Model:
@@ -194,8 +202,8 @@ def _latent(file: DecoderFile, model: Model) -> Model:
 
 def _mlps(file: DecoderFile, layers: int) -> Model:
     """Widths of the MLPs, which layers have experts, and the router."""
-    pattern = [int(ROUTER in file.inner(i)) for i in range(layers)]
     begin = [f"decoder.layers.{i}." for i in range(layers)]
+    pattern = [int(each + ROUTER in file.tensors) for each in begin]
     dense = next((file.rows(begin[i] + FC1) // 2 for i in range(layers) if not pattern[i]), None)
     bias = {"mlp_bias": True} if any(name.endswith("linear_fc1.bias") for name in file.tensors) else {}
     if not any(pattern):

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._common.document import finite_number, short_repr
 from ..io.errors import UnsupportedError
-from .core_router import number_of
+from .arguments import number_of
 from .model_sizes import MEGATRON_SCALING, unlike_llama3
 
 Args = Mapping[str, Any]
@@ -72,7 +72,7 @@ def _yarn(path: str, args: Args, names: tuple[tuple[str, str, float], ...]) -> d
         if number is None or number <= 0:
             raise UnsupportedError(f"{path}: {name} = {short_repr(value)}: must be a positive number")
         scaling[field] = int(number) if isinstance(default, int) else float(number)
-    one, other = (finite_number(args.get(name)) for name in ("mscale", "mscale_all_dim"))
+    one, other = (number_of(path, args, name) for name in ("mscale", "mscale_all_dim"))
     one, other = 1.0 if one is None else one, 0.0 if other is None else other
     if scaling["factor"] <= 1:
         return None

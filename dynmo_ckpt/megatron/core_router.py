@@ -7,44 +7,9 @@ from typing import Any
 
 from .._common.document import finite_number, short_repr
 from ..io.errors import UnsupportedError
+from .arguments import count_of, number_of
 
 Args = Mapping[str, Any]
-MAX_SIZE = 2**31
-
-
-def count_of(path: str, args: Args, name: str) -> int | None:
-    """A positive integer of the arguments; None where it is none or not recorded.
-
-    Args:
-        path: the checkpoint, for messages.
-        args: its arguments.
-        name: of the argument.
-
-    Raises:
-        UnsupportedError: another value.
-    """
-    value = args.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MAX_SIZE):
-        raise UnsupportedError(f"{path}: {name} = {short_repr(value)}: must be a positive integer")
-    return value
-
-
-def number_of(path: str, args: Args, name: str) -> float | None:
-    """A finite number of the arguments; None where it is none or not recorded.
-
-    Args:
-        path: the checkpoint, for messages.
-        args: its arguments.
-        name: of the argument.
-
-    Raises:
-        UnsupportedError: another value.
-    """
-    value = args.get(name)
-    number = None if value is None else finite_number(value)
-    if value is not None and number is None:
-        raise UnsupportedError(f"{path}: {name} = {short_repr(value)}: must be a number")
-    return number if number is None else float(number)
 
 
 def router_of_args(path: str, args: Args, experts: int) -> dict[str, Any]:

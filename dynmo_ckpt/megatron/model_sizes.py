@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._common.document import finite_number, short_repr
+from .._common.document import short_repr
 from .._common.errors import UsageError
 from ..huggingface.models import RACE_CHOICES
 from ..io.errors import UnsupportedError
 from ..tensors.views import Tensor
+from .arguments import number_of
 
 Args = Mapping[str, Any]
 Merged = Mapping[str, Sequence[Tensor]]
@@ -74,6 +75,13 @@ def model_of(
             raise UnsupportedError(f"{path}: not a {family}: has no matrix {LM}{name}.weight")
         return found[0].shape
 
+    # Before lists with an entry per layer are made of the largest number in a name.
+    for stack, count in layers.items():
+        if count > len(merged):
+            raise UnsupportedError(
+                f"{path}: has {len(merged):,} tensors, and one of layer {count - 1:,} of the {stack}; the numbers of "
+                "layers must begin at 0 and have no gap"
+            )
     word = matrix_shape("embedding.word_embeddings")
     padded, hidden = word[0] * ranks, word[1]
     inner = matrix_shape("encoder.layers.0.mlp.dense_h_to_4h")[0] * ranks
@@ -82,7 +90,7 @@ def model_of(
         raise UsageError(
             f"{path}: the number of heads is {short_repr(heads)}; give --num-attention-heads, a divisor of {hidden}"
         )
-    epsilon = finite_number(args.get("layernorm_epsilon", args.get("norm_epsilon")))
+    epsilon = number_of(path, args, "layernorm_epsilon" if "layernorm_epsilon" in args else "norm_epsilon")
     model: dict[str, Any] = {
         "family": family,
         "num_layers": layers["encoder"],

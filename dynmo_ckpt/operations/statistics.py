@@ -20,7 +20,7 @@ from ..io.reading import Reader, open_sources
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor, sources
 from ..tensors.equality import aligned
-from .compare import Difference, comparable, numbers_of
+from .compare import SETTING, Difference, comparable, numbers_of
 
 MAX_ROWS = 2000
 """Tensors in the list of the page: those that differ most."""
@@ -130,7 +130,8 @@ def diff_page(
         atol: largest absolute difference that ``diff`` counts as equal.
     """
     unlike = [each for each in found if each.differing]
-    only = [each for each in differences if each.kind not in ("values", "dtype")]
+    only = [each for each in differences if each.kind not in ("values", "dtype", SETTING)]
+    settings = [[each.name, each.message] for each in differences if each.kind == SETTING]
     total = sum(each.elements for each in found)
     differing = sum(each.differing for each in found)
     largest = max(found, key=lambda each: each.max_abs, default=None)
@@ -162,6 +163,9 @@ def diff_page(
         rows = [[each.name, each.kind, each.message] for each in only]
         table = Table(columns=["tensor", "what", "where"], rows=rows, text_columns=(1, 2), caption="Not compared")
         sections.insert(0, Section(title="Tensors that one side has, or with other shapes", blocks=[table]))
+    if settings:
+        table = Table(columns=["setting", "values"], rows=settings, text_columns=(1,), caption="Other computation")
+        sections.insert(0, Section(title="Settings of the model that differ", blocks=[table]))
     return Page(
         title=f"{shortened(names[0], 60)} and {shortened(names[1], 60)}",
         subtitle="Differences of two checkpoints, tensor by tensor",

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from .._common.document import check_regular
 from .._common.errors import MissingExtraError, UsageError
-from .._common.sentencepiece_json import protobuf_fields
+from .._common.protobuf import protobuf_fields
 from ..config.settings import Engine, TokenizerType
 from .definitions import Definition, bert_definition, gpt2_definition, read_definition, read_vocabulary
 

@@ -17,6 +17,7 @@ from .._common.document import (
     read_bytes,
 )
 from .._common.errors import MissingExtraError, UsageError
+from .._common.protobuf import protobuf_fields
 from .._common.sentencepiece_json import read_tokenizer_document
 from ..config.sections.data import default_tokenizer_type
 from ..formats.os_errors import reason
@@ -306,9 +307,6 @@ def _whitespace(path: Path) -> Tokenizer:
     )
 
 
-MAX_VARINT_SHIFT = 63
-
-
 def count_pieces(model: bytes) -> int:
     """Count the pieces of a SentencePiece model without its library: the entries of field 1 of the protobuf message.
 
@@ -318,32 +316,9 @@ def count_pieces(model: bytes) -> int:
     Raises:
         ValueError: the bytes are not such a message.
     """
-
-    def varint(at: int) -> tuple[int, int]:
-        """The protobuf varint at byte ``at``, seven bits per byte from the lowest, and the byte after it."""
-        value = shift = 0
-        while True:
-            byte = model[at]
-            if shift > MAX_VARINT_SHIFT:
-                raise ValueError(f"a number has more than 64 bits before byte {at}")
-            value |= (byte & 0x7F) << shift
-            at, shift = at + 1, shift + 7
-            if byte < 0x80:
-                return value, at
-
-    at = pieces = 0
-    try:
-        while at < len(model):
-            key, at = varint(at)
-            if key & 7 != 2:
-                raise ValueError(f"unexpected wire type {key & 7} at byte {at}")
-            length, at = varint(at)
-            at += length
-            pieces += key >> 3 == 1
-    except IndexError as error:
-        raise ValueError("it ends within a field") from error
-    if at != len(model) or not pieces:
-        raise ValueError("it has no pieces, or ends within one")
+    pieces = sum(number == 1 and isinstance(value, bytes) for number, value in protobuf_fields(model))
+    if not pieces:
+        raise ValueError("it has no pieces")
     return pieces
 
 

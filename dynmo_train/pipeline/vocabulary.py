@@ -209,6 +209,8 @@ class VocabularyPasses:
             profiler=profiler,
         )
         self.lookups = look_up(first=partition.stage_ranks[0], groups=groups.words, trains=trains_words)
+        # Here: a copy from the host in each microbatch would wait for the device.
+        self._scales_K = torch.tensor([1.0, *groups.depths], device=world.device)
         # The depths train the table behind a frozen front, too, but not one that only adapters change.
         trains_rows = all(module.words.requires_grad for module in self._modules.values())
         self.ahead = tuple(
@@ -253,7 +255,7 @@ class VocabularyPasses:
             masks = torch.tensor_split(inputs[mask_name[0]].to(device, non_blocking=True), self.shape.microbatches)
         # An evaluation has the model's own prediction alone.
         depths = len(self.ahead) if training else 0
-        targets = PredictionTargets.of(by_microbatch, masks, depths, self._groups.context)
+        targets = PredictionTargets.of(inputs[label_name], by_microbatch, masks, depths, self._groups.context)
         self._labels, self._weights, self._predictions = targets.labels, targets.weights, 1 + depths
         self._expect_features(0)
         self.lookups.begin_step(inputs[self._groups.ids_input], training=training)
@@ -433,8 +435,7 @@ class VocabularyPasses:
         weights_N = self._weights[microbatch] * self._factor
         if self._predictions == 1:
             return weights_N
-        scales_K = weights_N.new_tensor([1.0, *self._groups.depths])
-        return (weights_N.view(self._predictions, -1) * scales_K[:, None]).flatten()
+        return (weights_N.view(self._predictions, -1) * self._scales_K[:, None]).flatten()
 
     def _sum_over_region(self, gradient_BTD: torch.Tensor) -> torch.Tensor:
         """Sum the slices' gradients of the stream, ``[B, T, D]``; with sequence parallelism those of its tokens."""

@@ -59,6 +59,18 @@ def test_convert_unfitting_config_is_refused(ckpt, native, tmp_path, change, cod
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "change", [{"model_type": None}, {"n_head": 0}, {"fork": 1}, {"quantization_config": {"quant_method": "other"}}]
+)
+def test_messages_name_the_configuration_of_one_side(ckpt, native, tmp_path, change):
+    directory, _, _ = native
+    ckpt("convert", directory, tmp_path / "hf", "--to", "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    messages = ckpt("diff", directory, tmp_path / "hf", code=4 if "n_head" in change else 5).stderr
+    assert f"{path}: {next(iter(change)) if 'fork' not in change else 'no rule for fork'}" in messages
+
+
 def test_read_tensors_index_outside_directory_is_refused(ckpt, native, tmp_path):
     directory, _, _ = native
     ckpt("convert", directory, tmp_path / "hf", "--to", "hf")
@@ -113,7 +125,7 @@ def test_diff_and_verify_against_report_differences(ckpt, native, tmp_path):
     native_checkpoints.save(tmp_path / "other", q, m)
     text = ckpt("diff", directory, tmp_path / "other", code=1).stdout
     assert "layers.1.attention.qkv.bias: 1 of 48 elements differ by more than 0, by at most 0.25" in text
-    assert "1 tensors differ" in text
+    assert "\n1 tensor differs" in text
     assert "qkv.bias" in ckpt("verify", directory, "--against", tmp_path / "other", code=1).stdout
     assert "no tensor differs" in ckpt("diff", directory, tmp_path / "other", "--atol", 0.3).stdout
 

@@ -77,3 +77,16 @@ def test_page_lists_tensors_of_one_side_and_escapes_names(tmp_path, ckpt):
 def test_page_in_a_missing_folder_is_an_error(tmp_path, ckpt, pair):
     result = ckpt("diff", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "none" / "page.html", code=6)
     assert "--html" in result.stderr
+
+
+def test_settings_that_differ_are_on_the_page(tmp_path, ckpt):
+    """Equal tensors with another epsilon: exit code 1, so the page has the reason."""
+    p = native_checkpoints.parameters(native_checkpoints.model())
+    for name, epsilon in (("a", 1e-5), ("b", 1e-3)):
+        native_checkpoints.save(tmp_path / name, p, native_checkpoints.model(layernorm_epsilon=epsilon))
+    text = ckpt("diff", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "page.html", code=1).stdout
+    assert text.endswith("no tensor differs\n1 setting of the model differs\n")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for shown in ("Settings of the model that differ", "model.layernorm_epsilon", "0.001 on the right"):
+        assert shown in page
+    assert well_formed(page)

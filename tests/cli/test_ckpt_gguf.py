@@ -437,6 +437,15 @@ def test_symbols_of_sentencepiece_are_whole_tokens(tmp_path, ckpt, source):
     assert len(found) < 9
 
 
+def test_an_added_token_with_an_endless_number_is_refused(tmp_path, ckpt):
+    save("llama", tmp_path / "in")
+    sentencepiece_model(tmp_path / "in", user_defined_symbols=TURNS)
+    settings = {"added_tokens_decoder": {"9" * 5000: {"content": "<own>"}}}
+    (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(settings))
+    messages = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=4).stderr
+    assert "a token has an invalid id or text" in messages
+
+
 def llama_cpp():
     return pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 

@@ -23,6 +23,7 @@ from typing import Any
 from .chat_template import SPECIAL_TOKENS, read_tokenizer_config
 from .document import MAX_TABLE_BYTES, read_bytes, short_repr
 from .errors import UsageError
+from .protobuf import protobuf_fields
 
 SPACE_MARK = "\u2581"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
@@ -34,7 +35,6 @@ SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 ALGORITHM, BYTE_FALLBACK, IDS_OF_NAMES = 3, 35, {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2)}
 CHARSMAP, DUMMY_PREFIX = 2, 3
-MAX_VARINT_SHIFT = 63
 REMEDY = 'give a tokenizer.json: transformers writes it by AutoTokenizer.from_pretrained("DIR").save_pretrained("DIR")'
 
 
@@ -91,41 +91,6 @@ class SentencePieceModel:
     def special_tokens(self) -> dict[str, str]:
         """The special tokens of the model by name, as templates read them."""
         return {name: self.pieces[at][0] for name, at in self.names.items() if 0 <= at < len(self.pieces)}
-
-
-def protobuf_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message: number, and integer or bytes.
-
-    Raises:
-        ValueError: the bytes are not such a message.
-    """
-
-    def varint(at: int) -> tuple[int, int]:
-        """The integer at byte ``at``, 7 bits per byte and the lowest first, and the offset after it."""
-        value = shift = 0
-        while True:
-            if shift > MAX_VARINT_SHIFT or at >= len(message):
-                raise ValueError(f"a number does not end before byte {at:,}")
-            value |= (message[at] & 0x7F) << shift
-            at, shift = at + 1, shift + 7
-            if message[at - 1] < 0x80:
-                return value, at
-
-    at = 0
-    while at < len(message):
-        key, at = varint(at)
-        # The lower three bits are the wire type: 0 integer, 1 and 5 fixed 8 and 4 bytes, 2 length and bytes.
-        if key & 7 == 0:
-            value, at = varint(at)
-            yield key >> 3, value
-            continue
-        if key & 7 not in (1, 2, 5):
-            raise ValueError(f"unexpected wire type {key & 7} before byte {at:,}")
-        size, begin = varint(at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
-        if begin + size > len(message):
-            raise ValueError(f"the field at byte {begin:,} has more bytes than the message")
-        at = begin + size
-        yield key >> 3, message[begin:at]
 
 
 def parse_sentencepiece(model: bytes) -> SentencePieceModel:

@@ -21,6 +21,9 @@ from .syntax import Place
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SEQUENCE = 10_000
+# A name, and numbers in brackets with the rest of the name. No two parts match the same characters: a text that is no
+# list is refused in linear time.
+_HOSTS = re.compile(r"([\w.-]*)(?:\[(\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\]([\w.-]*))?(?:,|\Z)", re.ASCII)
 
 
 def _in_lines(texts: Iterable[str], separator: str | None) -> str:
@@ -38,19 +41,19 @@ def expand_hosts(text: str) -> list[str] | None:
         The names in order; None for another text, or more than ``MAX_SEQUENCE`` names.
     """
     found: list[str] = []
-    if not re.fullmatch(r"(?:[\w.-]*(?:\[[\d,-]+\])?[\w.-]*(?:,|$))*", text):
-        return None
-    for part in re.findall(r"[^,\[]*(?:\[[^\]]*\])?[^,\[]*", text):
-        match = re.fullmatch(r"([^\[]*)(?:\[([^\]]*)\])?([^\[]*)", part)
-        if match is None or match[2] is None:
-            found += [part] if part else []
+    at = 0
+    while at < len(text):
+        match = _HOSTS.match(text, at)
+        if match is None:
+            return None
+        at = match.end()
+        if match[2] is None:
+            found += [match[1]] if match[1] else []
             continue
         for span in match[2].split(","):
             first, _, last = span.partition("-")
-            if not first.isdigit() or (last and not last.isdigit()):
-                return None
             numbers = range(int(first), int(last or first) + 1)
-            if len(numbers) + len(found) > MAX_SEQUENCE:
+            if not numbers or len(numbers) + len(found) > MAX_SEQUENCE:
                 return None
             found += [f"{match[1]}{number:0{len(first)}d}{match[3]}" for number in numbers]
     return found

@@ -24,7 +24,7 @@ from ...parallel.context_parallel import ContextRegion
 from ..layer_list import HIDDEN, BoundaryShape, ItemOutput, ItemSpec, output_of
 from ..vocabulary.cross_entropy import token_weights
 from ..vocabulary.vocabulary_shards import WORDS, FinalNorm, SummedEmbedding
-from .multi_token import LOSS_METRIC, PREDICTION, PREFIX, PredictionLayer, is_prediction, tokens_ahead
+from .multi_token import LOSS_METRIC, PREDICTION, PREFIX, PredictionLayer, ahead, is_prediction, tokens_ahead
 
 AHEAD = "ahead"
 # The value that the head writes: the normalized streams of the model and of the depths, ``[(1 + K) B, T, D]``.
@@ -167,33 +167,41 @@ class PredictionTargets:
     @classmethod
     def of(
         cls,
+        host_labels: torch.Tensor,
         labels: Sequence[torch.Tensor],
         masks: Sequence[torch.Tensor | None],
         depths: int,
         context: ContextRegion | None,
     ) -> PredictionTargets:
-        """The tokens of all depths; with context parallelism a collective.
+        """The tokens of all depths; with context parallelism a collective, and a copy to the host.
 
         Args:
-            labels: labels of each microbatch, int64 ``[B, T]``.
+            host_labels: labels of the step on the host, int64 ``[samples, T]``.
+            labels: those of each microbatch on the device, int64 ``[B, T]``.
             masks: what counts in each microbatch, ``[B, T]``; None where all labels do.
             depths: number of further tokens K.
             context: ranks that share the tokens; None where there is one.
         """
-        ids: list[list[torch.Tensor]] = [[] for _ in range(depths)]
+        gathered: list[list[torch.Tensor]] = [[] for _ in range(depths)]
         all_labels, all_weights = [], []
         for of_labels, mask in zip(labels, masks, strict=True):
             joined, weights = [of_labels], [token_weights(of_labels, mask)]
             counts = torch.ones_like(of_labels) if mask is None else mask
             for depth in range(depths):
                 read, following, counted = tokens_ahead(of_labels, counts, depth, context)
-                ids[depth].append(read)
+                gathered[depth].append(read)
                 joined.append(following)
                 weights.append(token_weights(following, counted))
             all_labels.append(torch.cat(joined).flatten())
             all_weights.append(torch.cat(weights))
+        # Without other ranks' tokens there is nothing on the device to wait for.
+        ids = (
+            tuple(ahead(host_labels, depth) for depth in range(depths))
+            if context is None
+            else tuple(torch.cat(of_depth).cpu() for of_depth in gathered)
+        )
         return cls(
-            ids=tuple(torch.cat(of_depth).cpu() for of_depth in ids),
+            ids=ids,
             labels=tuple(all_labels),
             weights=tuple(all_weights),
         )

@@ -95,10 +95,10 @@ class VocabularyPart:
             device: where it is allocated.
         """
         part = cls.empty(tokens, width, dtype, device)
-        # Not minus infinity: the difference of two such maxima is not a number.
-        part.stats_N3.copy_(torch.tensor([torch.finfo(torch.float32).min, 0.0, 0.0], device=device))
-        for tensor in (part.weighted_ND, part.label_ND):
+        for tensor in part.tensors:
             tensor.zero_()
+        # Not minus infinity: the difference of two such maxima is not a number. Not a copy from the host, which waits.
+        part.stats_N3[:, 0].fill_(torch.finfo(torch.float32).min)
         return part
 
     @property

@@ -105,6 +105,19 @@ def test_open_dcp_megatron_core_gpt_has_all_tensors(tmp_path, stacked, tied):
         assert same(found, p)
 
 
+@pytest.mark.parametrize(
+    ("further", "epsilon", "message"),
+    [(999_999_999, 1e-5, "one of layer 999,999,999 of the encoder"), (0, float("nan"), "norm_epsilon = nan")],
+)
+def test_open_dcp_endless_layers_and_no_number_are_refused(tmp_path, further, epsilon, message):
+    m = native_checkpoints.model()
+    state = core(m, native_checkpoints.parameters(m), stacked=False)
+    state[f"decoder.layers.{further}.mlp.linear_fc1.bias"] = state["decoder.layers.0.mlp.linear_fc1.bias"]
+    save(tmp_path / "c", state, {"args": arguments(m | {"layernorm_epsilon": epsilon}), "iteration": 1})
+    with pytest.raises(UnsupportedError, match=message):
+        open_checkpoint(tmp_path / "c")
+
+
 def test_open_dcp_megatron_core_llama_has_all_tensors(tmp_path):
     m = families.llama()
     p = families.parameters(m)

@@ -42,8 +42,8 @@ def test_encode_header_is_read_by_safetensors():
 @pytest.mark.parametrize(
     ("payload", "message"),
     [
-        (b"", "does not fit"),
-        (b"\1\0\0", "does not fit"),
+        (b"", "has 0 bytes"),
+        (b"\1\0\0", "has 3 bytes"),
         (b"\xff" * 8 + b"{}", "does not fit"),
         (container(b"{"), "not a safetensors file"),
         (container(b"[]"), "not an object"),

@@ -110,6 +110,24 @@ def test_half_of_a_projection_and_a_missing_expert_are_refused(tmp_path):
         opened(tmp_path / "expert", without)
 
 
+@pytest.mark.parametrize("stack", ["decoder", "mtp"])
+def test_layers_beyond_a_gap_are_refused_at_once(tmp_path, stack):
+    """Of the number alone, a list of a billion layers would be made."""
+    further = {f"{stack}.layers.999999999.mlp.router.weight": np.zeros((EXPERTS, WIDTH), np.float32)}
+    with pytest.raises(UnsupportedError, match="one of layer 999,999,999"):
+        opened(tmp_path / "c", state(singleton=True) | further)
+
+
+def test_ignored_arguments_are_those_that_would_be_refused(tmp_path):
+    """``moe_*`` skips an argument of a fork, and leaves the router as it was trained."""
+    router = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}
+    options = ReadOptions(ignore_config=("moe_*",))
+    found = opened(tmp_path / "c", state(), options, **router, moe_of_a_fork=1, moe_latent_size=4)
+    expected = opened(tmp_path / "e", state(), **router)
+    assert found.manifest["model"] == expected.manifest["model"]
+    assert found.manifest["model"]["moe_router_score_function"] == "sigmoid"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -124,6 +142,9 @@ def test_half_of_a_projection_and_a_missing_expert_are_refused(tmp_path):
         ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, "do not fit 3 experts"),
         ({"window_size": (3, 1)}, r"window_size = \(3, 1\): must be \(LEFT, 0\)"),
         ({"window_size": (3, 0), "window_attn_skip_freq": [1]}, "must fit 2 layers"),
+        ({"norm_epsilon": float("nan")}, "norm_epsilon = nan"),
+        ({"position_embedding_type": "yarn", "mscale": float("nan")}, "mscale = nan"),
+        ({"softmax_type": "other"}, "softmax_type = vanilla or learnable or off-by-one only"),
         ({"kv_channels": "4"}, "kv_channels = '4': must be a positive integer"),
         ({"rotary_base": "many"}, "rotary_base = 'many': must be a number"),
         ({"swiglu": False}, "neither swiglu nor quick_geglu"),
