@@ -158,9 +158,10 @@ def current_names(tensors: Mapping[str, Tensor], found: TitanModel) -> dict[str,
 
     current: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if renamed(name) in current:
-            raise CorruptError(f"the input has {short_name(renamed(name))} twice, under names of two releases")
-        current[renamed(name)] = tensor
+        known = renamed(name)
+        if known in current:
+            raise CorruptError(f"the input has {short_name(known)} twice, under names of two releases")
+        current[known] = tensor
     return current
 
 

@@ -389,7 +389,7 @@ def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[s
             )
     config = _config(found.directory, options)
     name = "" if kind == "titan" else _map_of(config, found.directory)
-    model = model_from_config(config, found.directory / "config.json", options)
+    model = model_from_config(config, (options.config or found.directory) / "config.json", options)
     source, run_id = source_of(config, read_generation_config(options.config or found.directory)), path.resolve().name
     drop = options.drop
     if kind != "titan":

@@ -177,3 +177,14 @@ def test_titan_head_that_differs_from_the_embedding_is_not_tied(tmp_path, ckpt):
     assert json.loads((tmp_path / "out" / "config.json").read_bytes())["tie_word_embeddings"] is False
     found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
     assert same_elements(found["lm_head.weight"], state["lm_head.weight"])
+
+
+def test_titan_input_with_a_faulty_config_names_the_file_that_was_read(tmp_path, ckpt):
+    state = titan_state("llama", save_theirs("llama", tmp_path / "hf"))
+    save_titan(state, tmp_path / "titan")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": "small"}))
+    more = ("--to", "native", "--config", tmp_path / "hf")
+    result = ckpt("convert", tmp_path / "titan", tmp_path / "out", *more, code=4)
+    assert str(path) in result.stderr
+    assert str(tmp_path / "titan" / "config.json") not in result.stderr
