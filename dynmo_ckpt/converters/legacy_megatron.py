@@ -9,6 +9,7 @@ from typing import Any
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
 from ..megatron.read import is_legacy, open_legacy
+from ..megatron.read_core_ranks import open_core_ranks
 from ..megatron.write import plan_legacy
 from ..native.checkpoint import NativeCheckpoint
 from ..native.reshard import layer_counts, num_blocks
@@ -18,7 +19,7 @@ from .registry import CheckpointFormat
 
 
 def _read(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
-    return from_megatron(open_legacy(path, options), path)
+    return from_megatron(open_core_ranks(path, options) or open_legacy(path, options), path)
 
 
 def write_legacy(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
@@ -70,7 +71,7 @@ def stage_layer_counts(model: Mapping[str, Any], num_stages: int, partition: str
 
 LEGACY_MEGATRON = CheckpointFormat(
     name="legacy",
-    description="legacy Megatron-LM, versions 0 to 3.0 (GPT, BERT, T5, Llama)",
+    description="legacy Megatron-LM, versions 0 to 3.0 (GPT, BERT, T5, Llama); files of each rank of Megatron-core",
     marker="latest_checkpointed_iteration.txt, mp_rank_*",
     detect=is_legacy,
     read=_read,

@@ -62,6 +62,8 @@ HEAD_COPY = "word_embeddings_for_head.weight"
 OUTPUT_LAYER = "language_model.output_layer.weight"
 WORD_TABLE = "language_model.embedding.word_embeddings.weight"
 ROW_OFFSETS = ".row_offsets"
+Copy = tuple[str, Tensor, Tensor]
+"""What is stored twice, in words, and both tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +284,7 @@ def assemble(
         UsageError: the model needs an option.
     """
     merged: dict[str, list[Tensor]] = {}
-    copies: list[tuple[str, Tensor, Tensor]] = []
+    copies: list[Copy] = []
     dropped: dict[str, None] = {}
     # An untied model has its head under this name; the copy on the last stage then is a weight of its own.
     if options.untie:
@@ -382,29 +384,16 @@ def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
 def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Rank:
     names = [name for name in MODEL_FILES if (directory / name).is_file()]
     file = open_torch(directory / names[0])
-    tree = file.tree
-    if not isinstance(tree, dict):
-        raise CorruptError(f"{file.path}: has no dictionary")
-    # By number, because "model10" sorts before "model2".
-    keys = (
-        ["model"]
-        if "model" in tree
-        else sorted((k for k in tree if re.fullmatch(r"model\d{1,9}", str(k))), key=_number)
-    )
-    if not keys:
-        raise CorruptError(f"{file.path}: has no key 'model'; it has {short_repr(sorted(map(str, tree)))}")
     chunks = []
-    for key in keys:
-        flat = flatten(file, tree[key])
+    for flat in chunks_of_file(file):
         named = legacy_names(flat) if is_core(flat) else flat
         chunks.append({name_map.canonical(name): tensor for name, tensor in named.items()})
-    known = read_args(tree, str(file.path))
-    # Without a number: written before 2020-09-29, with the rows of version 0. `total_iters` is the key of 2019.
-    version, step = tree.get("checkpoint_version", 0), tree.get("iteration", tree.get("total_iters", 0))
-    if not isinstance(version, int | float) or not isinstance(step, int):
-        raise CorruptError(
-            f"{file.path}: checkpoint_version {short_repr(version)} and iteration {short_repr(step)} must be numbers"
-        )
+    tree = file.tree
+    known, step = read_args(tree, str(file.path)), step_of(file)
+    # Without a number: written before 2020-09-29, with the rows of version 0.
+    version = tree.get("checkpoint_version", 0)
+    if not isinstance(version, int | float):
+        raise CorruptError(f"{file.path}: checkpoint_version {short_repr(version)} must be a number")
     state = _read_state(file, chunks, known, step) if with_optimizer else None
     progress = read_progress(tree, known, step, file.number)
     return _Rank(
@@ -417,6 +406,38 @@ def _read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]], args: A
     if is_distributed(file.path.parent):
         return read_distributed(file, chunks, args, step)
     return read_state(file, chunks)
+
+
+def chunks_of_file(file: TorchFile) -> list[dict[str, Tensor]]:
+    """The tensors of each virtual chunk of a rank by dotted name, of any shape.
+
+    Raises:
+        CorruptError: the file has no model.
+    """
+    tree = file.tree
+    if not isinstance(tree, dict):
+        raise CorruptError(f"{file.path}: has no dictionary")
+    # By number, because "model10" sorts before "model2".
+    keys = (
+        ["model"]
+        if "model" in tree
+        else sorted((k for k in tree if re.fullmatch(r"model\d{1,9}", str(k))), key=_number)
+    )
+    if not keys:
+        raise CorruptError(f"{file.path}: has no key 'model'; it has {short_repr(sorted(map(str, tree)))}")
+    return [flatten(file, tree[key]) for key in keys]
+
+
+def step_of(file: TorchFile) -> int:
+    """The iteration of the file of a rank; ``total_iters`` is its key of 2019.
+
+    Raises:
+        CorruptError: it must be an integer.
+    """
+    step = file.tree.get("iteration", file.tree.get("total_iters", 0))
+    if not isinstance(step, int):
+        raise CorruptError(f"{file.path}: iteration {short_repr(step)} must be a number")
+    return step
 
 
 def _number(key: str) -> int:
@@ -494,14 +515,23 @@ def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tenso
 
 
 def _compare_replicas(
-    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]], options: ReadOptions
+    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[Copy], options: ReadOptions
 ) -> Iterator[str]:
     """Compare replicated tensors and copies of the embedding; yields a remark for each difference that is permitted."""
-    from ..tensors.equality import equal_bytes  # imports numpy, which listing tensor names does not need
-
     for name in {link.foreign: None for link in layout.links if not link.split and link.foreign in merged}:
         for rank, part in enumerate(merged[name][1:], 1):
             copies.append((f"{name} of tensor-parallel ranks 0 and {rank}", merged[name][0], part))
+    yield from compare_copies(copies, options)
+
+
+def compare_copies(copies: Sequence[Copy], options: ReadOptions) -> Iterator[str]:
+    """Compare what is stored twice, of any shape; yields a remark for each difference that is permitted.
+
+    Raises:
+        CorruptError: a difference, unless the first replica is chosen.
+    """
+    from ..tensors.equality import equal_bytes  # imports numpy, which listing tensor names does not need
+
     for what, one, other in copies:
         if not equal_bytes(one, other):
             if options.first_replica:

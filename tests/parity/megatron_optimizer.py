@@ -257,6 +257,16 @@ def main() -> None:
                 stack.enter_context(_writing_as_before())
             if command == "save":
                 dist_checkpointing.save(saved, directory)
+                # As --ckpt-format torch: a file of each model-parallel rank, without its optimizer.
+                place = Path(f"{directory}.ranks", f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}")
+                numbers = [parallel_state.get_pipeline_model_parallel_rank()] * (int(stages) > 1)
+                numbers += [parallel_state.get_expert_model_parallel_rank()] * (experts > 1)
+                place = place.with_name("_".join([place.name, *(f"{number:03d}" for number in numbers)]))
+                if parallel_state.get_expert_data_parallel_rank() == 0:
+                    place.mkdir(parents=True, exist_ok=True)
+                    of_rank = {name: value for name, value in saved.items() if name not in ("model", "optimizer")}
+                    of_rank["model"] = model.state_dict_for_save_checkpoint()
+                    torch.save(of_rank, place / "model_optim_rng.pt")
     torch.save(state_in_memory(model, optimizer, is_distributed=kind != "plain"), f"{directory}.state-{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

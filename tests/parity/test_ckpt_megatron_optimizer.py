@@ -17,6 +17,7 @@ from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.io.reading import Reader, open_sources
 from dynmo_ckpt.maps.name_map import layout_of, load_map, to_foreign
+from dynmo_ckpt.operations.reference_model import load_array
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
 from dynmo_ckpt.tensors.tiled_copy import panels
 from tests.distributed.ports import free_port
@@ -207,6 +208,13 @@ def test_state_is_that_of_megatrons_memory(tmp_path, kind, model, sizes, bucket)
         pytest.skip(f"megatron-core {version} writes no {kind}; releases since 0.14 do")
     directory = tmp_path / "saved"
     run_megatron("save", kind, model, directory, sizes, bucket)
+    if "/" in model:
+        # Each rank's own state dict has the weights that Megatron-core's distributed form has.
+        ranks, whole = open_checkpoint(tmp_path / "saved.ranks")[0], open_checkpoint(directory)[0]
+        assert ranks.manifest["model"] == whole.manifest["model"]
+        assert ranks.weights().keys() == whole.weights().keys()
+        for name in whole.weights():
+            assert np.array_equal(load_array(ranks, name), load_array(whole, name)), name
     found, _ = open_checkpoint(directory, options=ReadOptions(with_optimizer=True))
     assert set(found.manifest["optimizer"]["steps"].values()) == {megatron_optimizer.STEPS}
     m = found.manifest["model"]

@@ -258,6 +258,21 @@ def _dcp_decoder(place: Path) -> None:
     _helper("test_torch_dcp").save(place, decoder.state(), {"args": args, "iteration": 1})
 
 
+def _core_ranks(place: Path) -> None:
+    """The same decoder in a file of one rank, its experts in one matrix."""
+    _helper("test_core_ranks").save_ranks(place, _helper("test_core_decoder").state(), form="together")
+
+
+def _dcp_decoder_flat(place: Path) -> None:
+    """The same decoder with flat optimizer buckets, those of its experts apart."""
+    decoder, optimizer = _helper("test_core_decoder"), _helper("test_core_optimizer")
+    tensors = decoder.state()
+    flat = optimizer.buckets(tensors, stages=1, experts=decoder.EXPERTS, fused=True, grouped=True)
+    args = argparse.Namespace(**decoder.ARGS, expert_model_parallel_size=decoder.EXPERTS)
+    common = {"args": args, "iteration": 1, "optimizer": optimizer.groups()}
+    _helper("test_torch_dcp").save(place, optimizer.half(tensors) | flat, common)
+
+
 def _dcp_flat(place: Path) -> None:
     """A distributed checkpoint with flat optimizer buckets."""
     native = _helper("native_checkpoints")
@@ -472,6 +487,12 @@ TARGETS = [
     _legacy_target("legacy-optimizer", _open_with_optimizer),
     folder_target(
         f"{P}.converters.registry:open_checkpoint",
+        _core_ranks,
+        file="iter_0000005/mp_rank_00/model_optim_rng.pt",
+        label="core-ranks",
+    ),
+    folder_target(
+        f"{P}.converters.registry:open_checkpoint",
         _legacy,
         file="latest_checkpointed_iteration.txt",
         label="legacy-tracker",
@@ -505,11 +526,12 @@ TARGETS = [
     *(
         folder_target(
             f"{P}.converters.registry:open_checkpoint",
-            _dcp_flat,
+            build,
             file=file,
-            label=f"dcp-flat-{label}",
+            label=f"dcp-flat-{name}{label}",
             call=_open_with_optimizer,
         )
+        for name, build in (("", _dcp_flat), ("decoder-", _dcp_decoder_flat))
         for label, file in (("metadata", ".metadata"), ("common", "common.pt"))
     ),
     *_deepspeed_targets(),
