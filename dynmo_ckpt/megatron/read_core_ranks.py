@@ -103,13 +103,11 @@ def open_core_ranks(path: Path, options: ReadOptions) -> MegatronCheckpoint | No
     if not any(map(is_core, chunks)):
         return None
     args = read_args(first.tree, str(first.path))
+    if not is_decoder([name for match, place in places.items() if int(match[1]) == 0 for name in _names(place)], args):
+        return None
     tensor, stages, experts = (
         size_of(first.path, args, f"{each}_model_parallel_size") for each in ("tensor", "pipeline", "expert")
     )
-    by_rank = {_key(match, stages, experts): place for match, place in places.items()}
-    own = [name for key, place in by_rank.items() if key[::2] == (0, 0) for name in _names(place)]
-    if not is_decoder(own, args):
-        return None
     if options.with_optimizer:
         raise UnsupportedError(
             f"{directory}: optimizer state of this model is read from torch_dist only; save it with --ckpt-format "
@@ -121,6 +119,7 @@ def open_core_ranks(path: Path, options: ReadOptions) -> MegatronCheckpoint | No
             f"(expert_tensor_parallel_size = {args['expert_tensor_parallel_size']}) are not supported; save it with "
             "--ckpt-format torch_dist"
         )
+    by_rank = {_key(match, stages, experts): place for match, place in places.items()}
     if by_rank.keys() != set(product(range(tensor), range(stages), range(experts))):
         raise CorruptError(
             f"{directory}: has files of {len(places)} ranks, expected {tensor} x {stages} x {experts} (tensor, "

@@ -181,3 +181,23 @@ def test_state_and_other_ranks_of_experts_are_refused_with_a_remedy(tmp_path):
     save_ranks(tmp_path / "d", state(), tp=2, expert_tensor_parallel_size=1)
     with pytest.raises(UnsupportedError, match=r"expert_tensor_parallel_size = 1\) are not supported"):
         read(tmp_path / "d")
+
+
+def test_llama_under_the_same_names_is_read_as_before(tmp_path):
+    """Its sizes are those of the directories, whatever a converter recorded."""
+    tensors = {name: value for name, value in state().items() if "experts" not in name and "router" not in name}
+    rng = np.random.default_rng(1)
+    for name, shape in {"mlp.linear_fc1": (LAYERS, 24, 16), "mlp.linear_fc2": (LAYERS, 16, 12)}.items():
+        tensors[f"{LAYER}{name}.weight"] = rng.standard_normal(shape).astype(np.float32)
+    save_ranks(tmp_path / "c", tensors, num_experts=None, moe_router_topk=None, rotary_base=10000)
+    plain = read(tmp_path / "c")
+    save_ranks(
+        tmp_path / "d",
+        tensors,
+        num_experts=None,
+        moe_router_topk=None,
+        rotary_base=10000,
+        **{"pipeline_model_parallel_size": 8},
+    )
+    assert arrays(read(tmp_path / "d")).keys() == arrays(plain).keys()
+    assert plain.manifest["model"]["family"] == "llama"
