@@ -148,7 +148,7 @@ def test_generate_json_has_every_sample(place):
         (("--load", "run", "--prompt", "w1", "--tokenizer-model", "no.json"), "no tokenizer at"),
         (
             ("--load", "hf", "--prompt", "w1", "--cache-dir", "cache"),
-            "hf: dynmo-ckpt cannot convert it: model_type None",
+            "hf: dynmo-ckpt cannot convert it: hf/config.json: model_type None",
         ),
         (("--load", "hf", "--prompt", "w1", "--cache-dir", "x.bin/y"), "cannot create the folder of conversions"),
     ],

@@ -83,7 +83,7 @@ def test_finetune_from_a_megatron_checkpoint_starts_at_step_1(before):
     ("spoil", "options", "words"),
     [
         ("nothing", {"hidden-size": "48"}, "is a checkpoint of another model: hidden_size is 32 there and 48 here"),
-        ("config.json", {}, "dynmo-ckpt cannot convert it: model_type 'bert'"),
+        ("config.json", {}, "{hf}: dynmo-ckpt cannot convert it: {hf}/config.json: model_type 'bert'"),
     ],
 )
 def test_unusable_hugging_face_model_is_one_error(before, tmp_path, spoil, options, words):
@@ -96,7 +96,7 @@ def test_unusable_hugging_face_model_is_one_error(before, tmp_path, spoil, optio
     )
     (first, talk), (second, silence) = run_workers(run_command, 2, command, joins=False)
     assert (first, second) == (2, 2), talk
-    assert words in talk
+    assert words.replace("{hf}", str(source)) in talk
     assert "Traceback" not in talk + silence
     assert "error" not in silence
     assert not (tmp_path / "run").exists()
