@@ -221,8 +221,8 @@ def _expert(module: str, number: int, part: str) -> str:
 def _separated(grid: _Grid, name: str, tensor: Tensor, experts: int, *, is_first: bool) -> list[Tensor]:
     """The weights of each expert, of the shape ``[rows, columns]``, in a matrix that has all of them transposed.
 
-    The first one, ``[hidden, experts * inner]``, is read as ``[experts, hidden, inner]``: its rows are no columns of
-    experts. The second one is ``[experts * inner, hidden]``.
+    The first one has the shape ``[hidden, experts * inner]`` and the bytes of ``[experts, hidden, inner]``; the second
+    one is ``[experts * inner, hidden]``.
     """
     if len(tensor.shape) != 2 or not experts or tensor.shape[int(is_first)] % experts:
         raise CorruptError(f"{grid.directory}: {short_name(name)}: {list(tensor.shape)} does not fit {experts} experts")

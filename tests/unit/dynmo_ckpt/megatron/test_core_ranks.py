@@ -111,9 +111,9 @@ def test_ranks_have_the_tensors_of_the_distributed_form(tmp_path, sizes, form):
     found = read(tmp_path / "ranks")
     assert found.manifest["model"] == expected.manifest["model"]
     assert found.manifest["step"] == 5
-    wanted, values = arrays(expected), arrays(found)
-    assert values.keys() == wanted.keys()
-    assert [name for name in wanted if not np.array_equal(values[name], wanted[name])] == []
+    reference, values = arrays(expected), arrays(found)
+    assert values.keys() == reference.keys()
+    assert [name for name in reference if not np.array_equal(values[name], reference[name])] == []
 
 
 def test_tied_copy_on_the_last_stage_is_compared(tmp_path):
