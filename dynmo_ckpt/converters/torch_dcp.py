@@ -499,7 +499,7 @@ def _steps(found: DistributedCheckpoint) -> set[int]:
         state = inner.get("state", {}) if isinstance(inner, dict) else {}
         recorded += [state.get("common_step")] if isinstance(state, dict) else []
         groups = inner.get("param_groups") if isinstance(inner, dict) else None
-        recorded += [group.get("step") for group in groups or () if isinstance(group, dict)]
+        recorded += [g.get("step") for g in (groups if isinstance(groups, list) else ()) if isinstance(g, dict)]
     steps = {int(number) for number in map(found.number, recorded) if number is not None}
     # The flat forms have the parameter groups of each model-parallel rank as an object.
     for name in found.other:

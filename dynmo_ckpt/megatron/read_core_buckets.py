@@ -29,8 +29,8 @@ from .read import HEAD_COPY, LAYER_NAME, OUTPUT_LAYER, STATE_KINDS, WORD_TABLE, 
 from .read_distributed_optimizer import KINDS, place_buffer, read_world
 
 BUCKET = re.compile(
-    r"(?:chained_(\d{1,6})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})\.dtype_([^/]{1,100})\.bucket_idx_(\d{1,6})"
-    r"\.(param|exp_avg|exp_avg_sq)"
+    r"(?:chained_(\d{1,6})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})"
+    r"\.dtype_([^/]{1,100})\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)"
 )
 GATHERED = re.compile(r"(?:chained_(\d{1,6})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.param_state/shard_0_1")
 FLAT_KINDS = "dp_reshardable, fully_sharded_bucket_space, dp_zero_gather_scatter"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..formats.choices import ReadOptions
-from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
+from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
 from ..tensors.views import Tensor, concatenate
 from ..torch_save.reader import open_torch
 from .arguments import count_of, read_args
@@ -37,6 +37,7 @@ from .read import (
 )
 from .read_core_buckets import size_of
 from .read_core_decoder import assemble_decoder
+from .read_distributed_optimizer import is_distributed
 from .training_progress import read_progress
 
 RANK = re.compile(r"mp_rank_(\d{1,5})(?:_(\d{1,5}))?(?:_(\d{1,5}))?")
@@ -99,16 +100,20 @@ def open_core_ranks(path: Path, options: ReadOptions) -> MegatronCheckpoint | No
     if not places:
         return None
     first = open_torch(next(iter(places.values())))
-    chunks = chunks_of_file(first)
-    if not any(map(is_core, chunks)):
+    if not any(map(is_core, chunks_of_file(first))):
         return None
     args = read_args(first.tree, str(first.path))
-    if not is_decoder([name for match, place in places.items() if int(match[1]) == 0 for name in _names(place)], args):
+    # Each file once: those of the first tensor rank show the model.
+    files = {match: open_torch(place) for match, place in places.items() if int(match[1]) == int(next(iter(places))[1])}
+    chunks = {match: chunks_of_file(file) for match, file in files.items()}
+    if not is_decoder([name for each in chunks.values() for chunk in each for name in chunk], args):
         return None
     tensor, stages, experts = (
         size_of(first.path, args, f"{each}_model_parallel_size") for each in ("tensor", "pipeline", "expert")
     )
     if options.with_optimizer:
+        if "optimizer" not in first.tree and not is_distributed(first.path.parent):
+            raise NoOptimizerStateError(f"{first.path}: has no optimizer state")
         raise UnsupportedError(
             f"{directory}: optimizer state of this model is read from torch_dist only; save it with --ckpt-format "
             "torch_dist, or convert the weights alone with --no-optimizer"
@@ -119,20 +124,22 @@ def open_core_ranks(path: Path, options: ReadOptions) -> MegatronCheckpoint | No
             f"(expert_tensor_parallel_size = {args['expert_tensor_parallel_size']}) are not supported; save it with "
             "--ckpt-format torch_dist"
         )
-    by_rank = {_key(match, stages, experts): place for match, place in places.items()}
-    if by_rank.keys() != set(product(range(tensor), range(stages), range(experts))):
+    by_rank = {_key(match, stages, experts): match for match in places}
+    expected = set(product(range(tensor), range(stages), range(experts)))
+    if by_rank.keys() != expected:
+        missing = [str(key) for key in sorted(expected - by_rank.keys())]
         raise CorruptError(
             f"{directory}: has files of {len(places)} ranks, expected {tensor} x {stages} x {experts} (tensor, "
-            "pipeline, expert)"
+            f"pipeline, expert){f'; {short_names(missing)} missing' if missing else ''}"
         )
     step = step_of(first)
     ranks = {}
-    for key, place in by_rank.items():
-        file = open_torch(place)
-        ranks[key] = chunks_of_file(file)
+    for key, match in by_rank.items():
+        file = files.get(match) or open_torch(places[match])
+        ranks[key] = chunks.get(match) or chunks_of_file(file)
         # Megatron saves without an atomic rename. So a job that was killed leaves ranks of different iterations.
-        if (step_of(file), len(ranks[key])) != (step, len(chunks)):
-            raise CorruptError(f"{place}: number of chunks and iteration must be those of {first.path}")
+        if (step_of(file), len(ranks[key])) != (step, len(next(iter(chunks.values())))):
+            raise CorruptError(f"{file.path}: number of chunks and iteration must be those of {first.path}")
     grid = _Grid(directory=directory, args=args, sizes=(tensor, stages, experts), ranks=ranks)
     copies: list[Copy] = []
     whole = _merged(grid, options, copies)
@@ -147,10 +154,6 @@ def _key(match: re.Match[str], stages: int, experts: int) -> tuple[int, int, int
     """Tensor, pipeline and expert rank; of two numbers the second one is a stage, except of one stage with experts."""
     second, third = int(match[2] or 0), int(match[3] or 0)
     return (int(match[1]), 0, second) if match[3] is None and stages == 1 < experts else (int(match[1]), second, third)
-
-
-def _names(place: Path) -> list[str]:
-    return [name for chunk in chunks_of_file(open_torch(place)) for name in chunk]
 
 
 def _merged(grid: _Grid, options: ReadOptions, copies: list[Copy]) -> dict[str, Tensor]:

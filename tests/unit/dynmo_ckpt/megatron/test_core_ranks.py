@@ -10,7 +10,7 @@ import torch
 
 from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.formats.choices import ReadOptions
-from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
+from dynmo_ckpt.io.errors import CorruptError, NoOptimizerStateError, UnsupportedError
 from tests.unit.dynmo_ckpt.megatron.test_core_decoder import ARGS, EXPERTS, LAYER, LAYERS, arrays, opened, state
 
 QKV, PROJ = (f"self_attention.linear_{name}.weight" for name in ("qkv", "proj"))
@@ -168,7 +168,7 @@ def test_missing_rank_and_another_iteration_are_refused(tmp_path):
             path.unlink()
         else:
             torch.save({**torch.load(path, weights_only=False), "iteration": 4}, path)
-    with pytest.raises(CorruptError, match=r"files of 2 ranks, expected 1 x 1 x 3"):
+    with pytest.raises(CorruptError, match=r"files of 2 ranks, expected 1 x 1 x 3 .*; \(0, 0, 1\) missing"):
         read(tmp_path / "missing")
     with pytest.raises(CorruptError, match=r"mp_rank_00_001.*iteration must be those of"):
         read(tmp_path / "older")
@@ -176,6 +176,10 @@ def test_missing_rank_and_another_iteration_are_refused(tmp_path):
 
 def test_state_and_other_ranks_of_experts_are_refused_with_a_remedy(tmp_path):
     save_ranks(tmp_path / "c", state())
+    with pytest.raises(NoOptimizerStateError, match="has no optimizer state"):
+        read(tmp_path / "c", with_optimizer=True)
+    (path,) = (tmp_path / "c").glob("iter_*/mp_rank_00/*.pt")
+    torch.save({**torch.load(path, weights_only=False), "optimizer": {}}, path)
     with pytest.raises(UnsupportedError, match=r"--ckpt-format torch_dist, or .* --no-optimizer"):
         read(tmp_path / "c", with_optimizer=True)
     save_ranks(tmp_path / "d", state(), tp=2, expert_tensor_parallel_size=1)
