@@ -142,7 +142,8 @@ def check_supported(model: Mapping[str, Any], version: float, program: str = LEG
     if model.get("num_experts"):
         raise UnsupportedError(
             f"{program} cannot store this model's experts: its SwitchMLP routes each token to one expert (here "
-            f"{model.get('moe_top_k', 2)}), by a softmax or sigmoid that the files do not record; use --to dcp, hf or native"
+            f"{model.get('moe_top_k', 2)}), by a softmax or sigmoid that the files do not record; use --to dcp, hf or "
+            "native"
         )
     if model.get("num_key_value_heads", model["num_attention_heads"]) != model["num_attention_heads"] and version < 2:
         raise UnsupportedError(
