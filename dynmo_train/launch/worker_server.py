@@ -108,15 +108,17 @@ def _written_so_far() -> tuple[bytes, bytes]:
 
 def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> bool:
     """Fork a rank, and answer with its process id or with the error; returns whether this process is the rank."""
-    reader, writer = os.pipe()
-    waiting, release = os.pipe()
+    pipes: list[int] = []
     try:
+        for _ in range(2):
+            pipes += os.pipe()
         between = os.fork()
     except OSError as error:
-        for descriptor in (reader, writer, waiting, release):
+        for descriptor in pipes:
             os.close(descriptor)
         send_message(connection, {"pid": 0, "errno": error.errno})
         return False
+    reader, writer, waiting, release = pipes
     if between:
         os.close(writer)
         os.close(waiting)
