@@ -1,4 +1,4 @@
-"""A server that cannot fork a rank says why, and goes on."""
+"""A server that cannot fork a rank reports the reason and serves the next request."""
 
 from __future__ import annotations
 
