@@ -298,6 +298,11 @@ class ModelConfig(LayerOptions):
         return base_family(self.family)
 
     @property
+    def shares_embedding(self) -> bool:
+        """Whether later layers have the word table too: the output layer, or those of multi-token prediction."""
+        return not self.untie_embeddings_and_output_weights or self.mtp_num_layers > 0
+
+    @property
     def layer_type_pattern(self) -> tuple[str, ...] | None:
         """The pattern of ``--layer-types`` in Hugging Face's names; None where all layers are alike.
 

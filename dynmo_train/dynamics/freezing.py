@@ -1,7 +1,8 @@
 """Layer freezing: from given steps on, the embedding and the first layers run no backward and receive no update.
 
 Frozen items keep their forward, with dropout. Their optimizer state is dropped: a frozen front never trains again. A
-weight that is tied to the head keeps training through the head, unless ``freeze_tied`` is set.
+weight that is tied to a later item, as the word table to the head, keeps training through its copy, unless
+``freeze_tied`` is set.
 
     items      embedding | layers.0 | layers.1 | layers.2 | ... | head
     step 1000  └─ frozen_items ─┘                 no autograd graph up to here: no backward, no gradient sent
@@ -10,7 +11,7 @@ weight that is tied to the head keeps training through the head, unless ``freeze
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -52,6 +53,18 @@ def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]],
     # Everything up to the last frozen layer, with items between the layers: a backward passes through none of them.
     last = max(index for index, item in enumerate(items) if item.layer in front)
     return tuple(item.name for item in items[: last + 1])
+
+
+def weights_tied_to(ties: Mapping[str, str], items: Iterable[str]) -> set[str]:
+    """Names of the tied weights that the items own, with their copies anywhere in the model.
+
+    Args:
+        ties: copy -> owner.
+        items: names of items.
+    """
+    prefixes = tuple(f"{item}." for item in items)
+    owned = {owner for owner in ties.values() if owner.startswith(prefixes)}
+    return owned | {copy for copy, owner in ties.items() if owner in owned}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,18 +112,17 @@ class LayerFreezing(Technique):
 
     Args:
         schedule: (step, number of frozen layers from then on), in order of step.
-        freeze_tied: whether weights that the front shares with the head are frozen too.
+        freeze_tied: whether weights that the front shares with later items are frozen too.
         context: what the technique works on.
     """
 
     def __init__(self, schedule: Sequence[tuple[int, int]], freeze_tied: bool, context: TechniqueContext) -> None:
         self.schedule = tuple(schedule)
         self.items, self.store, self._world = context.family.items, context.store, context.world
-        # Owner and copies together: a weight that one of them trains would differ from the others.
-        ties = context.family.ties
-        self._shards_train = bool(stored_ties(context.family)) and not freeze_tied
-        self._still_training = set() if freeze_tied else {*ties, *ties.values()}
-        self._frozen_weights = {*ties, *ties.values()} if freeze_tied else set()
+        self._freeze_tied, self._ties = freeze_tied, context.family.ties
+        self._tied = {*self._ties, *self._ties.values()}
+        table = f"{self.items[0].name}.word.weight"
+        self._shards_train = table in stored_ties(context.family).values() and not freeze_tied
 
     def after_step(self, step: int) -> Event | None:
         """Freeze the layers that are due after this step."""
@@ -166,7 +178,9 @@ class LayerFreezing(Technique):
         }
         if self.frozen_items and not self._shards_train:
             names |= word_parameters(self.store.family, self.store.modules)
-        return (names - self._still_training) | (self._frozen_weights if self.frozen_items else set())
+        # Owner and copies together: a weight that one of them trains would differ from the others.
+        frozen = weights_tied_to(self._ties, self.frozen_items) if self._freeze_tied else set()
+        return (names - self._tied) | frozen
 
 
 def _build(config: Config) -> TechniqueBuilder | None:

@@ -46,6 +46,7 @@ FUSABLE = {
     "moving": replace(BASE, schedule="zb-v", virtual=2, moves=((1, vee(cut(2, 1, 5, 8))),)),
     "frozen front": replace(BASE, freeze=((1, 1),)),
     "t5": replace(BASE, model="t5"),
+    "further predictions": replace(BASE, model="deepseek", dropout=0.0),
 }
 
 

@@ -34,6 +34,7 @@ RUN: dict[str, Any] = {
 }
 PRUNING = {"sparsify": True, "pruning_start_iter": 1, "pruning_end_iter": 3, "pruning_freq": 1, "final_sparsity": 0.5}
 FREEZING = {"freeze_schedule": "1:1,3:2"}
+CACHED = FREEZING | {"freeze_cache_activations": 4}
 DEPTHS = {"mod_capacity": 0.5, "mod_every": 2}
 EXITS = {"early_exit_layers": "0", "early_exit_loss_weight": 0.3, "early_exit_threshold": 0.03}
 SPARSE = {"sparse_attention": True, "sparse_attention_buckets": 4, "sparse_attention_block": 16}
@@ -42,6 +43,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "structured pruning": PRUNING | {"pruning_mode": "structured"},
     "freezing": FREEZING,
     "adaptive freezing": {"freeze_adaptive": True, "freeze_interval": 1, "freeze_window": 2},
+    "cached freezing": CACHED,
     "depths": DEPTHS,
     "exits": EXITS,
     "exits, active keys": EXITS | {"early_exit_key_values": "skip"},
@@ -59,6 +61,8 @@ def options(family: str, technique: str) -> dict[str, Any]:
     values = RUN | FAMILIES[family].options | TECHNIQUES[technique]
     if "early_exit_threshold" in values and family in SURE:
         values["early_exit_threshold"] = SURE[family]
+    if "freeze_cache_activations" in values and resolved(values).model.shares_embedding:
+        values["freeze_tied"] = True
     return values
 
 

@@ -158,9 +158,10 @@ def test_scenario_exercises_the_technique(technique):
         assert all(0 < share < 1 for share in shares), "tokens leave, and tokens stay"
 
 
-def test_cached_frozen_layers_are_skipped_with_the_same_bits():
+@pytest.mark.parametrize("model", ["gpt", "deepseek"])
+def test_cached_frozen_layers_are_skipped_with_the_same_bits(model):
     """Frozen after step 2, samples again from step 5 on: with room for all of them the front runs no more."""
-    plain = Scenario(steps=8, freeze=((2, 1),), prune=False, epoch=4, freeze_tied=True)
+    plain = Scenario(model=model, steps=8, freeze=((2, 1),), prune=False, epoch=4, freeze_tied=True)
     [(losses, calls)] = run_workers(calls_of_front, 1, replace(plain, cache_bytes=1 << 24))
     [(again, every)] = run_workers(calls_of_front, 1, replace(plain, cache_bytes=1))
     assert losses == again

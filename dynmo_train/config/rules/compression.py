@@ -71,7 +71,7 @@ def _selection(config: Config, _world_size: int) -> Iterator[Problem]:
 def _fused(config: Config, _world_size: int) -> Iterator[Problem]:
     if not config.compression.emb_comm_opt:
         return
-    if config.model.untie_embeddings_and_output_weights:
+    if not config.model.shares_embedding:
         yield conflict("--emb-comm-opt", "has no effect with --untie-embeddings-and-output-weights; remove it")
     if config.parallel.zero_stage:
         yield unsupported(

@@ -62,12 +62,12 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
     if not steps and not adaptive:
         return
     cached = config.freezing.freeze_cache_activations is not None
-    if cached and not (config.model.untie_embeddings_and_output_weights or config.freezing.freeze_tied):
-        yield conflict(
-            "--freeze-cache-activations",
-            "requires --freeze-tied or --untie-embeddings-and-output-weights: else the output layer keeps training the"
-            " frozen embedding",
-        )
+    model = config.model
+    if cached and model.shares_embedding and not config.freezing.freeze_tied:
+        remedy, trainer = "--freeze-tied or --untie-embeddings-and-output-weights", "the output layer keeps training"
+        if model.mtp_num_layers:
+            remedy, trainer = "--freeze-tied", "the layers of --mtp-num-layers keep training"
+        yield conflict("--freeze-cache-activations", f"requires {remedy}: else {trainer} the frozen embedding")
     if adaptive and config.parallel.zero_stage:
         yield unsupported(
             "--freeze-adaptive",
@@ -78,7 +78,7 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
             "--freeze-cache-activations",
             "cannot be combined with --mod-capacity or --early-exit-layers, whose activations depend on the microbatch",
         )
-    if config.freezing.freeze_tied and config.model.untie_embeddings_and_output_weights:
+    if config.freezing.freeze_tied and not model.shares_embedding:
         yield conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights; remove it")
 
 

@@ -57,7 +57,9 @@ class FreezingConfig:
     freeze_schedule: str | None = option(
         "STEP:LAYERS,...: after STEP, freeze embedding and the first LAYERS blocks.", default=None, common=True
     )
-    freeze_tied: bool = option("Freeze the weight shared by embedding and output layer too.", default=False)
+    freeze_tied: bool = option(
+        "Freeze weights shared with later layers too, such as the output layer's.", default=False
+    )
     freeze_adaptive: bool = option(
         "Freeze blocks when their plasticity converges (arXiv:2201.06227).", default=False, common=True
     )

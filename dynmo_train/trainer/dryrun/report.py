@@ -24,7 +24,7 @@ from ..._common.console import Format, emit, emit_json, human_bytes
 from ..._common.document import parse_any_json
 from ..._common.errors import UsageError
 from ...config import Config
-from ...dynamics.freezing import frozen_items
+from ...dynamics.freezing import frozen_items, weights_tied_to
 from ...formats.plan import initial_plan, write_plan
 from ...formats.profile import Layout, ModelInfo, WorkerInfo, append_record, header_record
 from ...launch.find_command import program_path
@@ -279,10 +279,12 @@ def _frozen_counts(config: Config, family: ModelFamily, step: int) -> dict[str, 
         return {}
     parallel = config.parallel
     build = _sharded_builder(family, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
-    training = () if freezing.freeze_tied else {*family.ties, *family.ties.values()}
+    frozen = frozen_items(family.items, freezing.freeze_steps, step)
+    tied_and_frozen = weights_tied_to(family.ties, frozen) if freezing.freeze_tied else set()
+    training = {*family.ties, *family.ties.values()} - tied_and_frozen
     return {
         item: sum(p.numel() for name, p in parameters_of(item, build(item)).items() if name not in training)
-        for item in frozen_items(family.items, freezing.freeze_steps, step)
+        for item in frozen
     }
 
 

@@ -266,6 +266,16 @@ CASES = {
     "two ways to freeze": ({"freeze_adaptive": True, "freeze_schedule": "1:1"}, "--freeze-adaptive"),
     "cache of nothing": ({"freeze_cache_activations": 8}, "--freeze-cache-activations"),
     "cache of what trains": ({"freeze_cache_activations": 8, "freeze_adaptive": True}, "--freeze-cache-activations"),
+    "cache of what other depths train": (
+        {
+            "freeze_cache_activations": 8,
+            "freeze_adaptive": True,
+            "family": "llama",
+            "mtp_num_layers": 1,
+            "untie_embeddings_and_output_weights": True,
+        },
+        "--freeze-cache-activations",
+    ),
     "cache and depths": (
         {"freeze_cache_activations": 8, "freeze_adaptive": True, "freeze_tied": True, "mod_capacity": 0.5},
         "--freeze-cache-activations",

@@ -62,7 +62,7 @@ def is_front(name):
 
 def counts(world, scenario):
     engine = engine_of(scenario, world)
-    engine.train_step(batch_of(1), sampled=False)
+    engine.train_step(scenario.batch(1), sampled=False)
     engine.after_step(1)
     found = set()
     prepare = engine.prepare_gradients
@@ -73,7 +73,7 @@ def counts(world, scenario):
 
     engine.prepare_gradients = observed
     with Products() as counted:
-        engine.train_step(batch_of(2), sampled=False)
+        engine.train_step(scenario.batch(2), sampled=False)
     moments = {name for _, name, _ in engine.item_store.parameters() if engine.item_store.optimizers.moments(name)}
     return Counts(counted.products, counted.attention, found, moments), engine
 
@@ -133,3 +133,29 @@ def test_freed_bytes_of_a_pipeline_rank_are_those_of_its_largest_process(monkeyp
     assert FreedBytes(gradients=[0], optimizer=[0]).text() == "freed nothing"
     many = FreedBytes(gradients=[1] * 6, optimizer=[2] * 6).text()
     assert many.endswith("1 B + 2 B on pipeline rank 3, and on 2 more")
+
+
+# What else the front's owners take with them, and a tied weight that later items own: it trains on.
+SHARED_WITH_LATER = {
+    "deepseek": ({"embedding.word.weight", "mtp.0.embedding.word.weight"}, {"head.weight", "head.norm.weight"}),
+    "t5-relative": ({"head.weight", "decoder.embedding.word.weight"}, {"decoder.layers.0.attention.relative.weight"}),
+    "capped": ({"embedding.word.weight", "head.weight"}, {"head.norm.weight"}),
+}
+
+
+@pytest.mark.parametrize("model", SHARED_WITH_LATER)
+def test_tied_weights_freeze_with_their_owner_and_on_request(world, model):
+    shared, later = SHARED_WITH_LATER[model]
+    scenario = replace(FROZEN, model=model, freeze=((1, 1),))
+    (training, _), (frozen, _) = (counts(world, replace(scenario, freeze_tied=tied)) for tied in (False, True))
+    assert shared | later <= training.with_moments
+    assert later <= frozen.with_moments
+    assert not shared & frozen.with_moments
+
+
+def test_frozen_table_in_shards_leaves_the_rows_of_the_output_layer(world):
+    scenario = replace(FROZEN, model="deepseek", shards=2, freeze=((1, 1),), freeze_tied=True)
+    (training, _), (frozen, _) = (counts(world, replace(scenario, freeze_tied=tied)) for tied in (False, True))
+    assert training.with_moments - frozen.with_moments == {
+        f"vocabulary.{shard}.embedding.word.weight" for shard in (0, 1)
+    }
