@@ -112,6 +112,8 @@ _PLAIN = {
 }
 
 
+# Types that hashing visits once; numbers, tuples and tensors can be larger.
+_ONE_ELEMENT = frozenset({str, bool, float, type(None), GlobalName, StorageRef})
 _PICKLE_ERRORS = (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
@@ -281,9 +283,13 @@ class _PickleMachine:
     def _measure(self, made: tuple[Any, ...] | frozenset[Any]) -> None:
         """Store depth and number of elements of a tuple or frozen set; both follow from its direct members."""
         self.charge(len(made))
-        sizes = [self._size(member) for member in made]
-        depth = 1 + max((depth for depth, _ in sizes), default=0)
-        weight = 1 + sum(weight for _, weight in sizes)
+        depth, weight = 1, 1 + len(made)
+        for member in made:
+            # Most members are of these types, and a file has thousands of tuples.
+            if type(member) in _ONE_ELEMENT or (type(member) is int and member.bit_length() < 64):
+                continue
+            levels, elements = self._size(member)
+            depth, weight = max(depth, 1 + levels), weight + elements - 1
         if depth > MAX_TUPLE_DEPTH:
             raise CorruptError(
                 f"{self.source}: the pickle has tuples nested deeper than the limit of {MAX_TUPLE_DEPTH} levels"
