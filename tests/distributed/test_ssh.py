@@ -127,4 +127,4 @@ def test_launch_hostfile_host_without_a_server_is_named(ssh, static, tmp_path):
     launcher = start(folder, ssh, "-H", str(tmp_path / "hosts"), "--", *arguments(data, folder / "none"))
     _, err = launcher.communicate(timeout=600)
     assert launcher.returncode != 0
-    assert "the connection to nowhere.invalid failed" in err
+    assert "connection to nowhere.invalid failed" in err

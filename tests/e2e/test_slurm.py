@@ -239,7 +239,7 @@ def test_slurm_failed_array_leaves_no_queued_job(cluster, tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
     wait_for(idle, "three idle nodes")
     words = ("merge", tmp_path / "cut.jsonl.gz", "-o", tmp_path / "out.jsonl", "--executor", "slurm")
-    last = ask("dynmo-prep", *words, "--task-count", "2").split("job ")[1].split()[0]
+    last = ask("dynmo-prep", *words, "--task-count", "2").split("job is ")[1].split()[0].partition(";")[0]
     wait_for(lambda: job_state(last) not in ("PENDING", "RUNNING", "COMPLETING"), "the end of the chain")
     assert job_state(last) == "CANCELLED"
     wait_for(lambda: not ask("squeue", "--noheader").strip(), "an empty queue")
