@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +13,9 @@ from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
 from dynmo_train.evaluation.lambada import read_passages, split_passage
 from dynmo_train.evaluation.wikitext import count_words, detokenize
+from tests.paths import SHARED_DATA
 
 POSITIONS, OVERLAP = 48, 16
-SHARED = os.environ.get("DYNMO_SHARED_DATA")
 ARTICLE = """
  = Robert the Builder =
 
@@ -206,17 +204,16 @@ def test_evaluate_with_too_large_a_tokenizer_is_refused(model):
     assert "has 900 ids; the model of" in message
 
 
-@pytest.mark.skipif(SHARED is None, reason="DYNMO_SHARED_DATA names no folder with the real test sets")
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason=f"{SHARED_DATA}: the shared data is not next to the project")
 def test_wikitext_word_and_token_counts_equal_published_ones():
     from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
 
-    shared = Path(SHARED or "")
-    files = {"vocab.json": shared / "tok/gpt2-vocab.json", "merges.txt": shared / "tok/gpt2-merges.txt"}
+    files = {"vocab.json": SHARED_DATA / "tok/gpt2-vocab.json", "merges.txt": SHARED_DATA / "tok/gpt2-merges.txt"}
     tokenizer = open_tokenizer(TokenizerFiles(kind="GPT2BPETokenizer", files=files))
-    text = (shared / "eval/wikitext103/wiki.test.tokens").read_text(encoding="utf-8")
+    text = (SHARED_DATA / "eval/wikitext103/wiki.test.tokens").read_text(encoding="utf-8")
     tokens = tokenizer.encode(detokenize(text, "wikitext"))
     assert (count_words(text), len(tokens)) == (245_566, 270_330)
     assert (len(tokens) - 1) / (count_words(text) - 1) == 1.1008449901248143
-    passages = read_passages(shared / "eval/lambada_test.jsonl")
+    passages = read_passages(SHARED_DATA / "eval/lambada_test.jsonl")
     assert len(passages) == 5153
     assert sum(len(tokenizer.encode(" " + split_passage(text)[1])) > 1 for text in passages) == 1140
