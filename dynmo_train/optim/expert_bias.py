@@ -6,7 +6,8 @@ Wang et al. 2024 (arXiv:2408.15664), algorithm 1: ``b_e += u sign(mean(n) - n_e)
     all replicas                      all-reduce               exact: integers
     ItemStore.step                    bias_E += ...            on the device; nothing where the step is skipped
 
-A bias is not a parameter: it has no gradient, takes no part in the gradient norm, and no optimizer updates it.
+A bias is not a parameter: it has no gradient, takes no part in the gradient norm, and no optimizer updates it. That of
+a router without gradients, as below adapters, never changes: adapters are stored without the biases of their base.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def update_expert_biases(
         skip: float32 scalar on the device, 1 where the optimizer skips the step, else 0; None skips none.
     """
     layers = [part for item in items for part in item.modules() if isinstance(part, MoeMlp)]
-    biased = [(layer, bias_E) for layer in layers if (bias_E := layer.expert_bias) is not None]
+    trained = [layer for layer in layers if layer.router.weight.requires_grad]
+    biased = [(layer, bias_E) for layer in trained if (bias_E := layer.expert_bias) is not None]
     if not biased:
         return
     # Of all layers at once: one collective in a step.

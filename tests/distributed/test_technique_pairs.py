@@ -80,6 +80,9 @@ REFUSED = {
     ("cached freezing", "mixture of depths"): "--freeze-cache-activations",
     ("cached freezing", "softmax exits"): "--freeze-cache-activations",
     ("cached freezing", "saturation exits"): "--freeze-cache-activations",
+    ("cached freezing", "capacity"): "--freeze-cache-activations",
+    ("cached freezing", "expert choice"): "--freeze-cache-activations",
+    ("cached freezing", "balanced experts"): "--freeze-cache-activations",
 }
 
 

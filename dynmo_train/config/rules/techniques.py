@@ -73,13 +73,28 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
             "--freeze-adaptive",
             f"cannot be combined with --zero-stage {config.parallel.zero_stage}; use --zero-stage 0",
         )
-    if cached and (config.depth.mod_capacity is not None or config.exits.early_exit_layers is not None):
-        yield conflict(
-            "--freeze-cache-activations",
-            "cannot be combined with --mod-capacity or --early-exit-layers, whose activations depend on the microbatch",
-        )
+    if cached:
+        for flag in _depend_on_microbatch(config):
+            yield conflict(
+                "--freeze-cache-activations",
+                f"cannot be combined with {flag}: activations of a sample depend on its microbatch; remove one",
+            )
     if config.freezing.freeze_tied and not model.shares_embedding:
         yield conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights; remove it")
+
+
+def _depend_on_microbatch(config: Config) -> list[str]:
+    """The flags that let a sample's activations depend on the other samples of its microbatch."""
+    model = config.model
+    flags = {
+        "--mod-capacity": config.depth.mod_capacity is not None,
+        "--early-exit-layers": config.exits.early_exit_layers is not None,
+    }
+    if model.num_experts is not None:
+        flags["--moe-expert-capacity-factor"] = model.moe_expert_capacity_factor is not None
+        flags[f"--moe-routing {model.moe_routing}"] = model.moe_routing != "topk"
+        flags["--moe-router-load-balancing-type sinkhorn"] = "sinkhorn" in model.moe_router_load_balancing_type
+    return [flag for flag, is_on in flags.items() if is_on]
 
 
 def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:

@@ -280,6 +280,16 @@ CASES = {
         {"freeze_cache_activations": 8, "freeze_adaptive": True, "freeze_tied": True, "mod_capacity": 0.5},
         "--freeze-cache-activations",
     ),
+    "cache and sinkhorn": (
+        {
+            **EXPERTS,
+            "freeze_cache_activations": 8,
+            "freeze_schedule": "1:1",
+            "freeze_tied": True,
+            "moe_router_load_balancing_type": "sinkhorn",
+        },
+        "--freeze-cache-activations",
+    ),
     "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
     "freeze more": ({"freeze_schedule": "10:5"}, "--freeze-schedule"),
     "own operations": ({"schedule": "custom"}, "--schedule"),

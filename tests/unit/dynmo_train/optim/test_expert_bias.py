@@ -24,8 +24,8 @@ def layer(experts=4, *, bias=True, rate=0.5):
     )
 
 
-def updated(counts, skip=0.0, rate=0.5):
-    made = layer(len(counts[0]), rate=rate)
+def updated(counts, skip=0.0, rate=0.5, trains=True):
+    made = layer(len(counts[0]), rate=rate).requires_grad_(trains)
     made.counts.begin_step(0)
     for microbatch, chosen in enumerate(counts):
         made.counts.microbatch = microbatch
@@ -47,6 +47,10 @@ def test_bias_compares_large_counts_exactly():
 
 def test_bias_of_a_skipped_step_stays():
     assert updated([[5, 5, 0, 0]], skip=1.0) == [0.0] * 4
+
+
+def test_bias_of_a_router_that_does_not_train_stays():
+    assert updated([[5, 5, 0, 0]], trains=False) == [0.0] * 4
 
 
 def test_bias_without_counts_stays():
