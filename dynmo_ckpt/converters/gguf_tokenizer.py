@@ -6,7 +6,7 @@ a message, so the rules of ``tokenizer.json`` are compared with those of each na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ SPLITS = {
 WITH_MERGES = {"llama-bpe": "dbrx"}
 # A vocabulary of tiktoken has a merge for each way to divide a token, so that merging ends in the word itself.
 EITHER_MERGES = ("gpt-4o",)
+# Messages in a model of sentencepiece, and their fields: number, and value where it is missing.
+TRAINER, NORMALIZER = 2, 3
+MODEL_TYPE, SPACE_AS_SUFFIX = (3, 1), (24, 0)
+CHARACTER_MAP, REMOVE_SPACES = (2, b""), (4, 1)
+BPE = 2
 ID_KEYS = ("bos", "eos", "pad", "unk")
 _NAMED = ("name", "template")
 NO_TOKENIZER = "; --tokenizer with an empty directory writes the model without one"
@@ -51,8 +56,10 @@ NO_TOKENIZER = "; --tokenizer with an empty directory writes the model without o
 AddKeys = Callable[[Any], None]
 
 
-def tokenizer_keys(folder: Path, vocab_size: int, config: Mapping[str, Any] | None) -> tuple[AddKeys, str]:
-    """A function that adds the tokenizer's keys to a ``GGUFWriter``, and the name of its kind.
+def tokenizer_keys(
+    folder: Path, vocab_size: int, config: Mapping[str, Any] | None
+) -> tuple[AddKeys, str, Sequence[str]]:
+    """A function that adds the tokenizer's keys to a ``GGUFWriter``, the name of its kind, and what differs.
 
     Args:
         folder: the directory of the tokenizer's files; it may have none.
@@ -72,7 +79,7 @@ def tokenizer_keys(folder: Path, vocab_size: int, config: Mapping[str, Any] | No
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         found = _gpt2_files(folder)
     else:
-        return (lambda writer: writer.add_tokenizer_model("no_vocab")), "none"
+        return (lambda writer: writer.add_tokenizer_model("no_vocab")), "none", ()
     if len(found.tokens) > vocab_size:
         raise CorruptError(f"{folder}: the tokenizer has {len(found.tokens)} tokens; the model has {vocab_size} rows")
     found.fill(vocab_size)
@@ -92,7 +99,7 @@ def tokenizer_keys(folder: Path, vocab_size: int, config: Mapping[str, Any] | No
         if chat:
             writer.add_chat_template(chat)
 
-    return add, found.kind
+    return add, found.kind, found.differences
 
 
 def _special_ids(found: _Vocabulary, settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, int]:
@@ -154,6 +161,7 @@ class _Vocabulary:
         self.merges: list[str] = []
         self.add_bos: bool | None = None
         self.add_space: bool | None = None
+        self.differences: list[str] = []
 
     def place(self, number: int, token: str, kind: int, score: float = 0.0) -> None:
         """Set the token with an id; gaps are filled with unused tokens."""
@@ -290,14 +298,21 @@ def _sentencepiece(folder: Path, settings: Mapping[str, Any], rows: int) -> _Voc
         model = sentencepiece.SentencePieceProcessor(model_proto=payload)
         count = model.vocab_size()
         symbols = _user_symbols(payload)
+        differing = _spm_differences(path, payload)
     except (RuntimeError, ValueError, OSError) as error:
         raise CorruptError(f"{path}: not a model of sentencepiece: {error}") from error
     found = _Vocabulary("llama")
+    found.differences = differing
     for number in range(count):
         kinds = ((model.is_unknown, UNKNOWN), (model.is_control, CONTROL), (model.is_unused, UNUSED))
         kind = next((kind for test, kind in (*kinds, (model.is_byte, BYTE)) if test(number)), NORMAL)
         kind = USER_DEFINED if number in symbols else kind
         found.place(number, model.id_to_piece(number), kind, model.get_score(number))
+    if found.types.count(BYTE) < 256:
+        raise UnsupportedError(
+            f"{path}: lacks pieces of bytes (byte_fallback), without which llama.cpp ends at an unknown character"
+            f"{NO_TOKENIZER}"
+        )
     found.add_space = model.encode("a", out_type=str)[0].startswith("▁")
     for number, token, special in _added_tokens(folder, settings):
         if type(number) is int and number >= max(rows, count):
@@ -307,6 +322,29 @@ def _sentencepiece(folder: Path, settings: Mapping[str, Any], rows: int) -> _Voc
         # llama.cpp finds these tokens in the text as it is, before spaces are replaced.
         text = token.replace("▁", " ") if isinstance(token, str) and not special else token
         _place(path, found, number, text, CONTROL if special else USER_DEFINED, -1000.0)
+    return found
+
+
+def _spm_differences(path: Path, payload: bytes) -> list[str]:
+    """What llama.cpp does otherwise than a model of sentencepiece, in sentences; what changes plain words is refused.
+
+    llama.cpp merges the pair of pieces with the best score, as BPE; a unigram model chooses the likeliest division.
+    """
+    message = dict(protobuf_fields(payload))
+
+    def field(of: int, number: int, default: int | bytes) -> int | bytes:
+        part = message.get(of)
+        return dict(protobuf_fields(part if isinstance(part, bytes) else b"")).get(number, default)
+
+    if field(TRAINER, *MODEL_TYPE) != BPE:
+        raise UnsupportedError(f"{path}: model_type is not BPE; llama.cpp would tokenize differently{NO_TOKENIZER}")
+    if field(TRAINER, *SPACE_AS_SUFFIX):
+        raise UnsupportedError(f"{path}: treat_whitespace_as_suffix is not written to GGUF{NO_TOKENIZER}")
+    found = []
+    if field(NORMALIZER, *CHARACTER_MAP):
+        found.append("llama.cpp does not normalize the characters of a text, as this tokenizer.model does")
+    if field(NORMALIZER, *REMOVE_SPACES):
+        found.append("llama.cpp has a token for each space, also where this tokenizer.model removes spaces")
     return found
 
 

@@ -199,6 +199,27 @@ def test_a_model_that_llama_cpp_does_not_compute_is_refused(tmp_path, ckpt, monk
     assert any(word in result.stderr for word in named.split("|"))
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3moe", "gemma", "olmo2"])
+def test_llama3_scaling_of_another_decoder_is_refused(tmp_path, ckpt, monkeypatch, name):
+    """llama.cpp has its divisors in a Llama alone, and loads no file of another model with them."""
+    kind, settings = MODELS[name]
+    rope = {**LLAMA3, "original_max_position_embeddings": 32}
+    monkeypatch.setitem(MODELS, "other", (kind, {**settings, "rope_parameters": rope}))
+    save("other", tmp_path / "in")
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=5)
+    assert "does not compute rotary_scaling of this model" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["qwen2", "olmo2"])
+def test_heads_of_another_width_than_the_model_are_refused(tmp_path, ckpt, monkeypatch, name):
+    """llama.cpp expects projections of the hidden size, and does not load the file."""
+    kind, settings = MODELS[name]
+    monkeypatch.setitem(MODELS, "other", (kind, {**settings, "head_dim": 32}))
+    save("other", tmp_path / "in")
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=5)
+    assert "does not compute head_dim of this model" in result.stderr
+
+
 def test_blocks_of_eight_bits_are_a_type_of_gguf_only(tmp_path, ckpt):
     save("llama", tmp_path / "in")
     result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "native", "--dtype", "q8_0", code=2)
@@ -376,11 +397,9 @@ def sentencepiece_model(directory, **settings):
         input=str(directory / "corpus.txt"),
         model_prefix=str(directory / "tokenizer"),
         vocab_size=285,
-        model_type="bpe",
-        byte_fallback=True,
         hard_vocab_limit=False,
         minloglevel=2,
-        **settings,
+        **{"model_type": "bpe", "byte_fallback": True, **settings},
     )
     return sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
 
@@ -401,6 +420,47 @@ def test_sentencepiece_tokenizer_has_scores_and_types(tmp_path, ckpt):
     scores = key(reader, "tokenizer.ggml.scores")
     np.testing.assert_allclose(scores[:count], [model.get_score(number) for number in range(count)])
     assert key(reader, "tokenizer.ggml.add_space_prefix") is True
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"model_type": "unigram"}, "model_type is not BPE"),
+        ({"model_type": "word"}, "model_type is not BPE"),
+        ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
+        ({"byte_fallback": False}, "byte_fallback"),
+    ],
+)
+def test_sentencepiece_that_llama_cpp_does_not_compute_is_refused(tmp_path, ckpt, settings, named):
+    """llama.cpp merges pairs as BPE does, with the space first, and has bytes for characters without a piece."""
+    save("llama", tmp_path / "in")
+    sentencepiece_model(tmp_path / "in", **settings)
+    assert named in ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=5).stderr
+    (tmp_path / "none").mkdir()
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--tokenizer", tmp_path / "none")
+
+
+PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "named"),
+    [
+        (PLAIN, "the  cat", None),
+        ({**PLAIN, "remove_extra_whitespaces": True}, "the  cat", "has a token for each space"),
+        ({**PLAIN, "normalization_rule_name": "nmt_nfkc"}, "\uff43at", "does not normalize the characters"),
+    ],
+)
+def test_normalization_that_llama_cpp_lacks_is_reported(tmp_path, ckpt, settings, text, named):
+    save("llama", tmp_path / "in")
+    tokenizer = sentencepiece_model(tmp_path / "in", **settings)
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--format", "json")
+    differs = json.loads(result.stdout)["decisions"].get("differs")
+    assert named in differs if named else differs is None
+    library = llama_cpp()
+    model = library.Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
+    found = model.tokenize(text.encode(), add_bos=False)
+    assert (found == tokenizer.encode(text)) == (named is None)
 
 
 TURNS = ["<start_of_turn>", "<end_of_turn>", "<own>"]
