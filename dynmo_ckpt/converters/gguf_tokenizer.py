@@ -6,6 +6,7 @@ a message, so the rules of ``tokenizer.json`` are compared with those of each na
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from .._common.document import MAX_TABLE_BYTES, parse_any_json
 from .._common.errors import MissingExtraError
 from .._common.protobuf import protobuf_fields
 from ..huggingface.files import END_TOKENS
-from ..io.errors import CorruptError, UnsupportedError
+from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..io.files import read_file
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -83,6 +84,10 @@ def tokenizer_keys(
     if len(found.tokens) > vocab_size:
         raise CorruptError(f"{folder}: the tokenizer has {len(found.tokens)} tokens; the model has {vocab_size} rows")
     found.fill(vocab_size)
+    twice = [token for token, count in Counter(found.tokens).items() if count > 1]
+    if twice:
+        raise CorruptError(f"{folder}: several ids have the text {short_names(twice)}; llama.cpp does not load them")
+    found.differences += _stripping(folder, settings, found)
     chat = _chat_templates(folder, settings)
     ids = _special_ids(found, settings, config)
 
@@ -323,6 +328,22 @@ def _sentencepiece(folder: Path, settings: Mapping[str, Any], rows: int) -> _Voc
         text = token.replace("▁", " ") if isinstance(token, str) and not special else token
         _place(path, found, number, text, CONTROL if special else USER_DEFINED, -1000.0)
     return found
+
+
+def _stripping(folder: Path, settings: Mapping[str, Any], found: _Vocabulary) -> list[str]:
+    """A sentence about added tokens that take the spaces next to them, of the first file that has them."""
+    listed = _object(folder / "tokenizer.json").get("added_tokens")
+    decoder = settings.get("added_tokens_decoder")
+    if not listed and isinstance(decoder, dict):
+        listed = list(decoder.values())
+    stripping = [
+        each["content"]
+        for each in listed or []
+        if isinstance(each, dict) and (each.get("lstrip") or each.get("rstrip")) and each.get("content") in found.tokens
+    ]
+    if not stripping:
+        return []
+    return [f"llama.cpp has tokens for spaces next to {short_names(stripping)}, which this tokenizer removes"]
 
 
 def _spm_differences(path: Path, payload: bytes) -> list[str]:

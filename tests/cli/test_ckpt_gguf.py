@@ -390,6 +390,43 @@ def test_added_token_beyond_the_rows_is_left_out(tmp_path, ckpt):
     assert "has the token id 288" in ckpt("convert", tmp_path / "in", tmp_path / "o", "--to", "hf", code=2).stderr
 
 
+def with_added(directory, *tokens):
+    """Add tokens after the others to a tokenizer.json."""
+    path = directory / "tokenizer.json"
+    document = json.loads(path.read_text())
+    for token in tokens:
+        listed = document["added_tokens"]
+        listed.append({**listed[-1], "id": 1 + max(each["id"] for each in listed), **token})
+    path.write_text(json.dumps(document))
+    return pytest.importorskip("tokenizers").Tokenizer.from_file(str(path))
+
+
+@pytest.mark.parametrize("side", [None, "lstrip", "rstrip"])
+def test_added_token_that_takes_spaces_is_reported(tmp_path, ckpt, monkeypatch, side):
+    """Those of Phi-4 do; llama.cpp removes spaces for a few models that it knows by name."""
+    monkeypatch.setitem(MODELS, "wider", (transformers.Qwen2Config, {**SIZES, "vocab_size": 300}))
+    save("wider", tmp_path / "in")
+    byte_level(tmp_path / "in")
+    tokenizer = with_added(tmp_path / "in", {"content": "<sep>", **({} if side is None else {side: True})})
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--format", "json")
+    differs = json.loads(result.stdout)["decisions"].get("differs")
+    assert differs is None if side is None else "spaces next to <sep>" in differs
+    model = llama_cpp().Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
+    text = "cat <sep> mat"
+    found = model.tokenize(text.encode(), add_bos=False, special=True)
+    assert (found == tokenizer.encode(text).ids) == (side is None)
+
+
+def test_two_ids_of_one_text_are_refused(tmp_path, ckpt, monkeypatch):
+    """llama.cpp aborts the process that loads such a file."""
+    monkeypatch.setitem(MODELS, "wider", (transformers.Qwen2Config, {**SIZES, "vocab_size": 300}))
+    save("wider", tmp_path / "in")
+    byte_level(tmp_path / "in")
+    with_added(tmp_path / "in", {"content": "<tool>"})
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=4)
+    assert "several ids have the text <tool>" in result.stderr
+
+
 def sentencepiece_model(directory, **settings):
     sentencepiece = pytest.importorskip("sentencepiece")
     (directory / "corpus.txt").write_text("the cat sat on the mat\nmats and cats, 123 times!\n" * 50)
