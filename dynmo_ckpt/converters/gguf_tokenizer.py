@@ -15,7 +15,7 @@ from .._common.document import MAX_TABLE_BYTES, parse_any_json
 from .._common.errors import MissingExtraError
 from .._common.protobuf import protobuf_fields
 from ..huggingface.files import END_TOKENS
-from ..io.errors import CorruptError, UnsupportedError, short_names
+from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..io.files import read_file
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -51,6 +51,7 @@ MODEL_TYPE, SPACE_AS_SUFFIX = (3, 1), (24, 0)
 CHARACTER_MAP, REMOVE_SPACES = (2, b""), (4, 1)
 BPE = 2
 ID_KEYS = ("bos", "eos", "pad", "unk")
+_ENDS = {"bos": "begin", "eos": "end"}
 _NAMED = ("name", "template")
 NO_TOKENIZER = "; --tokenizer with an empty directory writes the model without one"
 
@@ -90,17 +91,14 @@ def tokenizer_keys(
     found.differences += _stripping(folder, settings, found)
     chat = _chat_templates(folder, settings)
     ids = _special_ids(found, settings, config)
+    adds = _added_around(found, settings, ids)
 
     def add(writer: Any) -> None:
         found.add(writer)
         for name, number in ids.items():
             getattr(writer, f"add_{name}_token_id")(number)
-        add_bos = settings.get("add_bos_token")
-        add_bos = found.add_bos if add_bos is None else add_bos
-        if isinstance(add_bos, bool):
-            writer.add_add_bos_token(add_bos)
-        if isinstance(settings.get("add_eos_token"), bool):
-            writer.add_add_eos_token(settings["add_eos_token"])
+        for name, is_added in adds.items():
+            getattr(writer, f"add_add_{name}_token")(is_added)
         if chat:
             writer.add_chat_template(chat)
 
@@ -136,6 +134,28 @@ def _special_ids(found: _Vocabulary, settings: Mapping[str, Any], config: Mappin
     return ids if turn is None else {**ids, "eot": turn}
 
 
+def _added_around(found: _Vocabulary, settings: Mapping[str, Any], ids: dict[str, int]) -> dict[str, bool]:
+    """Whether a text begins with the begin token and ends with the end token: by the settings, else by the template.
+
+    An id that ``ids`` lacks is that of the template's token. llama.cpp puts no other tokens around a text.
+    """
+    adds = {}
+    for name in ("bos", "eos"):
+        stated, token = settings.get(f"add_{name}_token"), found.around.get(name)
+        if isinstance(stated, bool):
+            adds[name] = stated
+            continue
+        if token in found.tokens:
+            ids.setdefault(name, found.tokens.index(token))
+        if found.around:
+            adds[name] = token is not None and name in ids and found.tokens[ids[name]] == token
+        if token is not None and not adds[name]:
+            found.differences.append(
+                f"llama.cpp puts no {short_name(token)} at the {_ENDS[name]} of a text, as this tokenizer does"
+            )
+    return adds
+
+
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]]:
     """The chat template, or several with their names; empty where there is none."""
     single, legacy = folder / "chat_template.jinja", _object(folder / "chat_template.json")
@@ -164,7 +184,7 @@ class _Vocabulary:
         self.types: list[int] = []
         self.scores: list[float] = []
         self.merges: list[str] = []
-        self.add_bos: bool | None = None
+        self.around: Mapping[str, str | None] = {}
         self.add_space: bool | None = None
         self.differences: list[str] = []
 
@@ -221,7 +241,7 @@ def _byte_level(path: Path, rows: int) -> _Vocabulary:
             kind = CONTROL if token.get("special") else USER_DEFINED
             if type(token["id"]) is not int or token["id"] < rows:
                 _place(path, found, token["id"], token["content"], kind)
-        found.add_bos = _begins_with_special(document.get("post_processor"))
+        found.around = _around_text(document.get("post_processor"))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CorruptError(f"{path}: not a tokenizer file: {error}") from error
     return found
@@ -273,11 +293,17 @@ def _merging(path: Path, model: Mapping[str, Any], name: str) -> str:
     return found
 
 
-def _begins_with_special(processor: Any) -> bool | None:
-    """Whether a post-processor puts a special token before a text; None where there is no template."""
+def _around_text(processor: Any) -> dict[str, str | None]:
+    """The special tokens that a post-processor puts before and after a text; empty where there is no template."""
     steps = processor.get("processors", [processor]) if isinstance(processor, dict) else []
     singles = [step["single"] for step in steps if step.get("type") == "TemplateProcessing" and step.get("single")]
-    return "SpecialToken" in singles[0][0] if singles else None
+    if not singles:
+        return {}
+    ends = {"bos": singles[0][0], "eos": singles[0][-1]}
+    found = {name: part["SpecialToken"]["id"] if "SpecialToken" in part else None for name, part in ends.items()}
+    if any(token is not None and not isinstance(token, str) for token in found.values()):
+        raise ValueError("a special token of post_processor must be a text")
+    return found
 
 
 def _gpt2_files(folder: Path) -> _Vocabulary:

@@ -390,43 +390,6 @@ def test_added_token_beyond_the_rows_is_left_out(tmp_path, ckpt):
     assert "has the token id 288" in ckpt("convert", tmp_path / "in", tmp_path / "o", "--to", "hf", code=2).stderr
 
 
-def with_added(directory, *tokens):
-    """Add tokens after the others to a tokenizer.json."""
-    path = directory / "tokenizer.json"
-    document = json.loads(path.read_text())
-    for token in tokens:
-        listed = document["added_tokens"]
-        listed.append({**listed[-1], "id": 1 + max(each["id"] for each in listed), **token})
-    path.write_text(json.dumps(document))
-    return pytest.importorskip("tokenizers").Tokenizer.from_file(str(path))
-
-
-@pytest.mark.parametrize("side", [None, "lstrip", "rstrip"])
-def test_added_token_that_takes_spaces_is_reported(tmp_path, ckpt, monkeypatch, side):
-    """Those of Phi-4 do; llama.cpp removes spaces for a few models that it knows by name."""
-    monkeypatch.setitem(MODELS, "wider", (transformers.Qwen2Config, {**SIZES, "vocab_size": 300}))
-    save("wider", tmp_path / "in")
-    byte_level(tmp_path / "in")
-    tokenizer = with_added(tmp_path / "in", {"content": "<sep>", **({} if side is None else {side: True})})
-    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--format", "json")
-    differs = json.loads(result.stdout)["decisions"].get("differs")
-    assert differs is None if side is None else "spaces next to <sep>" in differs
-    model = llama_cpp().Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
-    text = "cat <sep> mat"
-    found = model.tokenize(text.encode(), add_bos=False, special=True)
-    assert (found == tokenizer.encode(text).ids) == (side is None)
-
-
-def test_two_ids_of_one_text_are_refused(tmp_path, ckpt, monkeypatch):
-    """llama.cpp aborts the process that loads such a file."""
-    monkeypatch.setitem(MODELS, "wider", (transformers.Qwen2Config, {**SIZES, "vocab_size": 300}))
-    save("wider", tmp_path / "in")
-    byte_level(tmp_path / "in")
-    with_added(tmp_path / "in", {"content": "<tool>"})
-    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=4)
-    assert "several ids have the text <tool>" in result.stderr
-
-
 def sentencepiece_model(directory, **settings):
     sentencepiece = pytest.importorskip("sentencepiece")
     (directory / "corpus.txt").write_text("the cat sat on the mat\nmats and cats, 123 times!\n" * 50)
@@ -457,47 +420,6 @@ def test_sentencepiece_tokenizer_has_scores_and_types(tmp_path, ckpt):
     scores = key(reader, "tokenizer.ggml.scores")
     np.testing.assert_allclose(scores[:count], [model.get_score(number) for number in range(count)])
     assert key(reader, "tokenizer.ggml.add_space_prefix") is True
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"model_type": "unigram"}, "model_type is not BPE"),
-        ({"model_type": "word"}, "model_type is not BPE"),
-        ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
-        ({"byte_fallback": False}, "byte_fallback"),
-    ],
-)
-def test_sentencepiece_that_llama_cpp_does_not_compute_is_refused(tmp_path, ckpt, settings, named):
-    """llama.cpp merges pairs as BPE does, with the space first, and has bytes for characters without a piece."""
-    save("llama", tmp_path / "in")
-    sentencepiece_model(tmp_path / "in", **settings)
-    assert named in ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=5).stderr
-    (tmp_path / "none").mkdir()
-    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--tokenizer", tmp_path / "none")
-
-
-PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-
-
-@pytest.mark.parametrize(
-    ("settings", "text", "named"),
-    [
-        (PLAIN, "the  cat", None),
-        ({**PLAIN, "remove_extra_whitespaces": True}, "the  cat", "has a token for each space"),
-        ({**PLAIN, "normalization_rule_name": "nmt_nfkc"}, "\uff43at", "does not normalize the characters"),
-    ],
-)
-def test_normalization_that_llama_cpp_lacks_is_reported(tmp_path, ckpt, settings, text, named):
-    save("llama", tmp_path / "in")
-    tokenizer = sentencepiece_model(tmp_path / "in", **settings)
-    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--format", "json")
-    differs = json.loads(result.stdout)["decisions"].get("differs")
-    assert named in differs if named else differs is None
-    library = llama_cpp()
-    model = library.Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
-    found = model.tokenize(text.encode(), add_bos=False)
-    assert (found == tokenizer.encode(text)) == (named is None)
 
 
 TURNS = ["<start_of_turn>", "<end_of_turn>", "<own>"]

@@ -321,6 +321,15 @@ def test_adapter_applies_to_hugging_face_directories_only(tmp_path):
         open_checkpoint(tmp_path / "native", options=ReadOptions(adapters=(tmp_path,)))
 
 
+def test_head_of_gpt2_is_merged_without_peft(tmp_path):
+    base = gpt2(tmp_path / "base", tie_word_embeddings=False, vocab_size=32)
+    down, up = torch.randn(2, 32), torch.randn(32, 2)
+    tensors = {"base_model.model.lm_head.lora_A.weight": down, "base_model.model.lm_head.lora_B.weight": up}
+    expected_head = safetensors.load_file(base / "model.safetensors")["lm_head.weight"] + 2 * up @ down
+    found = merged(base, save_adapter(tmp_path, tensors))["lm_head.weight"]
+    np.testing.assert_allclose(found, expected_head.numpy(), rtol=0, atol=4e-6)
+
+
 def test_tied_embedding_is_refused_without_peft(tmp_path):
     base = small_llama(tmp_path / "base", tie_word_embeddings=True)
     module = "base_model.model.model.embed_tokens"
