@@ -334,6 +334,10 @@ def _sentencepiece(folder: Path, settings: Mapping[str, Any], rows: int) -> _Voc
         raise CorruptError(f"{path}: not a model of sentencepiece: {error}") from error
     found = _Vocabulary("llama")
     found.differences = differing
+    try:
+        found.around = _around_text(_object(folder / "tokenizer.json").get("post_processor"))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CorruptError(f"{folder / 'tokenizer.json'}: not a tokenizer file: {error}") from error
     for number in range(count):
         kinds = ((model.is_unknown, UNKNOWN), (model.is_control, CONTROL), (model.is_unused, UNUSED))
         kind = next((kind for test, kind in (*kinds, (model.is_byte, BYTE)) if test(number)), NORMAL)

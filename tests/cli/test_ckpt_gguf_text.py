@@ -95,6 +95,34 @@ def test_tokens_around_a_text_are_those_of_the_tokenizer(tmp_path, ckpt, monkeyp
 
 
 @pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (None, [1, ...]),  # llama.cpp's default for sentencepiece, and that of transformers
+        ((None,), [...]),
+        (("<s>", None), [1, ...]),
+        ((None, "</s>"), [..., 2]),
+    ],
+)
+def test_tokens_around_a_text_of_sentencepiece_are_those_of_its_template(tmp_path, ckpt, parts, expected):
+    save("llama", tmp_path / "in")
+    tokenizer = sentencepiece_model(tmp_path / "in")
+    if parts is not None:
+        document = {"model": {"vocab": {}}, "added_tokens": [], "post_processor": template(*parts)}
+        (tmp_path / "in" / "tokenizer.json").write_text(json.dumps(document))
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(settings))
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    reader, _ = opened(tmp_path / "out" / "model.gguf")
+    fields = [reader.fields.get(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")]
+    found = [None if field is None else field.contents() for field in fields]
+    assert found == ([None, None] if parts is None else [expected[0] == 1, expected[-1] == 2])
+    model = llama_cpp().Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
+    ids = tokenizer.encode("the cat")
+    around = [number for each in expected for number in (ids if each is ... else [each])]
+    assert model.tokenize(b"the cat", add_bos=True, special=True) == around
+
+
+@pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"model_type": "unigram"}, "model_type is not BPE"),
