@@ -152,7 +152,8 @@ def plan_gguf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan
     outputs += [(tensor, "F32") for tensor in rotary_tensors(model)]
     inside = checkpoint.directory / "tokenizer"
     folder = options.tokenizer or (inside if inside.is_dir() else checkpoint.directory)
-    add_tokenizer, tokenizer = tokenizer_keys(folder, model["vocab_size"], None if source is None else source["config"])
+    config = None if source is None else source["config"]
+    add_tokenizer, tokenizer, of_text = tokenizer_keys(folder, model["vocab_size"], config)
 
     def keys(writer: Any) -> None:
         writer.add_name(checkpoint.directory.resolve().name)
@@ -173,7 +174,7 @@ def plan_gguf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan
     }
     if predicting:
         decisions["prediction_tensors_left_out"] = predicting
-    if unlike := differences(arch, model):
+    if unlike := [*differences(arch, model), *of_text]:
         decisions["differs"] = "; ".join(unlike)
     return ExportPlan(files=_files(arch, outputs, keys, options.max_shard_bytes), small_files={}, decisions=decisions)
 

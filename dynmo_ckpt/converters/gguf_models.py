@@ -42,6 +42,8 @@ TIED = {"gemma": True, "gemma2": True, "gpt-oss": False, "olmo2": False}
 SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
 ATTENTION_BIASES = {"gpt2": ("all",), "llama": ("none", "qkv", "all"), "qwen2": ("none", "qkv"), "gpt-oss": ("all",)}
 LATENT_EPSILON = 1e-6  # of the latents' norms in transformers; llama.cpp has one epsilon
+# llama.cpp sizes their projections by the hidden size.
+WHOLE_HEADS = ("phi3", "qwen2", "olmo2")
 DIRECT_QUERY_LAYERS = (26, 27)  # numbers of layers by which llama.cpp knows a DeepSeek without a latent of the queries
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 GATING = {"softmax": 1, "sigmoid": 2}
@@ -110,7 +112,7 @@ def _unlike_attention(kind: str, arch: str, model: Model) -> dict[str, bool]:
         "layer_types": is_other or (period is None and bool(types)),
         "local_rotary_base": arch != "gemma3" and fields["local_rotary_base"] is not None,
         "rotary_fraction": arch != "phi3" and fields["rotary_fraction"] != 1.0,
-        "head_dim": arch == "phi3" and width * heads != hidden,
+        "head_dim": arch in WHOLE_HEADS and width * heads != hidden,
         "q_lora_rank": latent and not model.get("q_lora_rank") and layers not in DIRECT_QUERY_LAYERS,
         "layernorm_epsilon": latent and not math.isclose(model["layernorm_epsilon"], LATENT_EPSILON, rel_tol=1e-6),
     }
@@ -141,7 +143,10 @@ def _computes_scaling(arch: str, model: Model) -> bool:
         if latent and (scaling.get("mscale") is None or scaling["mscale"] != scaling.get("mscale_all_dim")):
             return False
         return {*scaling} <= plain | scales and arch != "phi3"
-    return kind == "default" or (kind in ("linear", "llama3") and not latent and arch != "phi3")
+    if kind == "llama3":
+        # Its divisors are a tensor that llama.cpp looks for in a Llama alone; it loads no file with a further tensor.
+        return arch == "llama"
+    return kind == "default" or (kind == "linear" and not latent and arch != "phi3")
 
 
 def differences(arch: str, model: Model) -> list[str]:

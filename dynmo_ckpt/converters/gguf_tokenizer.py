@@ -6,7 +6,8 @@ a message, so the rules of ``tokenizer.json`` are compared with those of each na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from .._common.document import MAX_TABLE_BYTES, parse_any_json
 from .._common.errors import MissingExtraError
 from .._common.protobuf import protobuf_fields
 from ..huggingface.files import END_TOKENS
-from ..io.errors import CorruptError, UnsupportedError
+from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..io.files import read_file
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -44,15 +45,23 @@ SPLITS = {
 WITH_MERGES = {"llama-bpe": "dbrx"}
 # A vocabulary of tiktoken has a merge for each way to divide a token, so that merging ends in the word itself.
 EITHER_MERGES = ("gpt-4o",)
+# Messages in a model of sentencepiece, and their fields: number, and value where it is missing.
+TRAINER, NORMALIZER = 2, 3
+MODEL_TYPE, SPACE_AS_SUFFIX = (3, 1), (24, 0)
+CHARACTER_MAP, REMOVE_SPACES = (2, b""), (4, 1)
+BPE = 2
 ID_KEYS = ("bos", "eos", "pad", "unk")
+_ENDS = {"bos": "begin", "eos": "end"}
 _NAMED = ("name", "template")
 NO_TOKENIZER = "; --tokenizer with an empty directory writes the model without one"
 
 AddKeys = Callable[[Any], None]
 
 
-def tokenizer_keys(folder: Path, vocab_size: int, config: Mapping[str, Any] | None) -> tuple[AddKeys, str]:
-    """A function that adds the tokenizer's keys to a ``GGUFWriter``, and the name of its kind.
+def tokenizer_keys(
+    folder: Path, vocab_size: int, config: Mapping[str, Any] | None
+) -> tuple[AddKeys, str, Sequence[str]]:
+    """A function that adds the tokenizer's keys to a ``GGUFWriter``, the name of its kind, and what differs.
 
     Args:
         folder: the directory of the tokenizer's files; it may have none.
@@ -72,27 +81,28 @@ def tokenizer_keys(folder: Path, vocab_size: int, config: Mapping[str, Any] | No
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         found = _gpt2_files(folder)
     else:
-        return (lambda writer: writer.add_tokenizer_model("no_vocab")), "none"
+        return (lambda writer: writer.add_tokenizer_model("no_vocab")), "none", ()
     if len(found.tokens) > vocab_size:
         raise CorruptError(f"{folder}: the tokenizer has {len(found.tokens)} tokens; the model has {vocab_size} rows")
     found.fill(vocab_size)
+    twice = [token for token, count in Counter(found.tokens).items() if count > 1]
+    if twice:
+        raise CorruptError(f"{folder}: several ids have the text {short_names(twice)}; llama.cpp does not load them")
+    found.differences += _stripping(folder, settings, found)
     chat = _chat_templates(folder, settings)
     ids = _special_ids(found, settings, config)
+    adds = _added_around(found, settings, ids)
 
     def add(writer: Any) -> None:
         found.add(writer)
         for name, number in ids.items():
             getattr(writer, f"add_{name}_token_id")(number)
-        add_bos = settings.get("add_bos_token")
-        add_bos = found.add_bos if add_bos is None else add_bos
-        if isinstance(add_bos, bool):
-            writer.add_add_bos_token(add_bos)
-        if isinstance(settings.get("add_eos_token"), bool):
-            writer.add_add_eos_token(settings["add_eos_token"])
+        for name, is_added in adds.items():
+            getattr(writer, f"add_add_{name}_token")(is_added)
         if chat:
             writer.add_chat_template(chat)
 
-    return add, found.kind
+    return add, found.kind, found.differences
 
 
 def _special_ids(found: _Vocabulary, settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, int]:
@@ -124,6 +134,28 @@ def _special_ids(found: _Vocabulary, settings: Mapping[str, Any], config: Mappin
     return ids if turn is None else {**ids, "eot": turn}
 
 
+def _added_around(found: _Vocabulary, settings: Mapping[str, Any], ids: dict[str, int]) -> dict[str, bool]:
+    """Whether a text begins with the begin token and ends with the end token: by the settings, else by the template.
+
+    An id that ``ids`` lacks is that of the template's token. llama.cpp puts no other tokens around a text.
+    """
+    adds = {}
+    for name in ("bos", "eos"):
+        stated, token = settings.get(f"add_{name}_token"), found.around.get(name)
+        if isinstance(stated, bool):
+            adds[name] = stated
+            continue
+        if token in found.tokens:
+            ids.setdefault(name, found.tokens.index(token))
+        if found.around:
+            adds[name] = token is not None and name in ids and found.tokens[ids[name]] == token
+        if token is not None and not adds[name]:
+            found.differences.append(
+                f"llama.cpp puts no {short_name(token)} at the {_ENDS[name]} of a text, as this tokenizer does"
+            )
+    return adds
+
+
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]]:
     """The chat template, or several with their names; empty where there is none."""
     single, legacy = folder / "chat_template.jinja", _object(folder / "chat_template.json")
@@ -152,8 +184,9 @@ class _Vocabulary:
         self.types: list[int] = []
         self.scores: list[float] = []
         self.merges: list[str] = []
-        self.add_bos: bool | None = None
+        self.around: Mapping[str, str | None] = {}
         self.add_space: bool | None = None
+        self.differences: list[str] = []
 
     def place(self, number: int, token: str, kind: int, score: float = 0.0) -> None:
         """Set the token with an id; gaps are filled with unused tokens."""
@@ -208,7 +241,7 @@ def _byte_level(path: Path, rows: int) -> _Vocabulary:
             kind = CONTROL if token.get("special") else USER_DEFINED
             if type(token["id"]) is not int or token["id"] < rows:
                 _place(path, found, token["id"], token["content"], kind)
-        found.add_bos = _begins_with_special(document.get("post_processor"))
+        found.around = _around_text(document.get("post_processor"))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CorruptError(f"{path}: not a tokenizer file: {error}") from error
     return found
@@ -260,11 +293,17 @@ def _merging(path: Path, model: Mapping[str, Any], name: str) -> str:
     return found
 
 
-def _begins_with_special(processor: Any) -> bool | None:
-    """Whether a post-processor puts a special token before a text; None where there is no template."""
+def _around_text(processor: Any) -> dict[str, str | None]:
+    """The special tokens that a post-processor puts before and after a text; empty where there is no template."""
     steps = processor.get("processors", [processor]) if isinstance(processor, dict) else []
     singles = [step["single"] for step in steps if step.get("type") == "TemplateProcessing" and step.get("single")]
-    return "SpecialToken" in singles[0][0] if singles else None
+    if not singles:
+        return {}
+    ends = {"bos": singles[0][0], "eos": singles[0][-1]}
+    found = {name: part["SpecialToken"]["id"] if "SpecialToken" in part else None for name, part in ends.items()}
+    if any(token is not None and not isinstance(token, str) for token in found.values()):
+        raise ValueError("a special token of post_processor must be a text")
+    return found
 
 
 def _gpt2_files(folder: Path) -> _Vocabulary:
@@ -290,14 +329,25 @@ def _sentencepiece(folder: Path, settings: Mapping[str, Any], rows: int) -> _Voc
         model = sentencepiece.SentencePieceProcessor(model_proto=payload)
         count = model.vocab_size()
         symbols = _user_symbols(payload)
+        differing = _spm_differences(path, payload)
     except (RuntimeError, ValueError, OSError) as error:
         raise CorruptError(f"{path}: not a model of sentencepiece: {error}") from error
     found = _Vocabulary("llama")
+    found.differences = differing
+    try:
+        found.around = _around_text(_object(folder / "tokenizer.json").get("post_processor"))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CorruptError(f"{folder / 'tokenizer.json'}: not a tokenizer file: {error}") from error
     for number in range(count):
         kinds = ((model.is_unknown, UNKNOWN), (model.is_control, CONTROL), (model.is_unused, UNUSED))
         kind = next((kind for test, kind in (*kinds, (model.is_byte, BYTE)) if test(number)), NORMAL)
         kind = USER_DEFINED if number in symbols else kind
         found.place(number, model.id_to_piece(number), kind, model.get_score(number))
+    if found.types.count(BYTE) < 256:
+        raise UnsupportedError(
+            f"{path}: lacks pieces of bytes (byte_fallback), without which llama.cpp ends at an unknown character"
+            f"{NO_TOKENIZER}"
+        )
     found.add_space = model.encode("a", out_type=str)[0].startswith("▁")
     for number, token, special in _added_tokens(folder, settings):
         if type(number) is int and number >= max(rows, count):
@@ -307,6 +357,45 @@ def _sentencepiece(folder: Path, settings: Mapping[str, Any], rows: int) -> _Voc
         # llama.cpp finds these tokens in the text as it is, before spaces are replaced.
         text = token.replace("▁", " ") if isinstance(token, str) and not special else token
         _place(path, found, number, text, CONTROL if special else USER_DEFINED, -1000.0)
+    return found
+
+
+def _stripping(folder: Path, settings: Mapping[str, Any], found: _Vocabulary) -> list[str]:
+    """A sentence about added tokens that take the spaces next to them, of the first file that has them."""
+    listed = _object(folder / "tokenizer.json").get("added_tokens")
+    decoder = settings.get("added_tokens_decoder")
+    if not listed and isinstance(decoder, dict):
+        listed = list(decoder.values())
+    stripping = [
+        each["content"]
+        for each in listed or []
+        if isinstance(each, dict) and (each.get("lstrip") or each.get("rstrip")) and each.get("content") in found.tokens
+    ]
+    if not stripping:
+        return []
+    return [f"llama.cpp has tokens for spaces next to {short_names(stripping)}, which this tokenizer removes"]
+
+
+def _spm_differences(path: Path, payload: bytes) -> list[str]:
+    """What llama.cpp does otherwise than a model of sentencepiece, in sentences; what changes plain words is refused.
+
+    llama.cpp merges the pair of pieces with the best score, as BPE; a unigram model chooses the likeliest division.
+    """
+    message = dict(protobuf_fields(payload))
+
+    def field(of: int, number: int, default: int | bytes) -> int | bytes:
+        part = message.get(of)
+        return dict(protobuf_fields(part if isinstance(part, bytes) else b"")).get(number, default)
+
+    if field(TRAINER, *MODEL_TYPE) != BPE:
+        raise UnsupportedError(f"{path}: model_type is not BPE; llama.cpp would tokenize differently{NO_TOKENIZER}")
+    if field(TRAINER, *SPACE_AS_SUFFIX):
+        raise UnsupportedError(f"{path}: treat_whitespace_as_suffix is not written to GGUF{NO_TOKENIZER}")
+    found = []
+    if field(NORMALIZER, *CHARACTER_MAP):
+        found.append("llama.cpp does not normalize the characters of a text, as this tokenizer.model does")
+    if field(NORMALIZER, *REMOVE_SPACES):
+        found.append("llama.cpp has a token for each space, also where this tokenizer.model removes spaces")
     return found
 
 

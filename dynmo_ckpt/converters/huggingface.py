@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._common.document import encode_json
+from .._common.document import MAX_TABLE_BYTES, encode_json
 from ..formats.choices import ReadOptions, WriteOptions
 from ..huggingface.deepseek import prediction_layers
 from ..huggingface.files import (
@@ -17,11 +17,13 @@ from ..huggingface.files import (
     read_generation_config,
     read_tensors,
     tokenizer_files,
+    tokenizer_names,
     weight_index,
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
-from ..io.errors import UnsupportedError, errors_of
+from ..io.errors import UnsupportedError, errors_of, short_names
+from ..io.files import read_file
 from ..maps.name_map import layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan, OutputTensor
@@ -78,7 +80,25 @@ def _tensors(
     adapters = [read_adapter(each, options.ignore_config) for each in options.adapters]
     is_transposed = config.get("model_type") == "gpt2"
     tensors, merged = merge_adapters(tensors, adapters, transposed=is_transposed, tied=model["tied_embeddings"])
-    return tensors, [*dequantized, *merged]
+    return tensors, [*dequantized, *merged, *_other_tokenizers(directory, options.adapters)]
+
+
+def _other_tokenizers(directory: Path, adapters: Sequence[Path]) -> list[str]:
+    """A remark for each adapter that was trained with another tokenizer or chat template than that of the base."""
+    remarks = []
+    for adapter in adapters:
+        other = [
+            name
+            for name in tokenizer_names(adapter)
+            if not (directory / name).is_file()
+            or read_file(adapter / name, MAX_TABLE_BYTES) != read_file(directory / name, MAX_TABLE_BYTES)
+        ]
+        if other:
+            remarks.append(
+                f"{adapter}: {short_names(other)} differ from those of the base, which the output has; --tokenizer "
+                f"{adapter} writes those of the adapter"
+            )
+    return remarks
 
 
 def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:

@@ -32,7 +32,7 @@ from .._common.document import finite_number, short_repr
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..tensors.computed import computed_tensor
 from ..tensors.views import Tensor
-from .files import json_object, safetensors_tensors, torch_tensors
+from .files import is_conv1d, json_object, safetensors_tensors, torch_tensors
 from .merge_rows import AddedBias, MergedColumns, MergedRows, ReplacedRows
 
 CONFIG = "adapter_config.json"
@@ -160,7 +160,7 @@ def merge_adapters(
     Args:
         tensors: of the base, by name.
         adapters: in the order in which they are merged.
-        transposed: whether a module's matrix is ``[in, out]``, as in GPT-2.
+        transposed: whether the matrices of blocks are ``[in, out]``, as in GPT-2.
         tied: whether the head of the model is its embedding.
 
     Raises:
@@ -244,7 +244,8 @@ class _Merge:
         if len(base.shape) != 2 or len(down.shape) != 2 or len(up.shape) != 2:
             raise UnsupportedError(f"{self.adapter.directory}: {short_name(module)}: only matrices are merged")
         # Rows are outputs: DoRA's norms are those of rows.
-        matrix = base.permute((1, 0)) if self.transposed else base
+        transposed = self.transposed and is_conv1d(name)
+        matrix = base.permute((1, 0)) if transposed else base
         self._check_shapes(name, (up.shape[0], down.shape[1]), matrix.shape, (up.shape[0], down.shape[1]))
         self._check_rank(module, down.shape[0], up.shape[1])
         if magnitude is not None:
@@ -255,7 +256,7 @@ class _Merge:
         inputs = (base, down, up, *(() if magnitude is None else (magnitude,)))
         merged = computed_tensor(name, base.dtype, matrix.shape, inputs, compute)
         kind = "added" if magnitude is None else "scaled"
-        self._put(name, merged.permute((1, 0)) if self.transposed else merged, kind)
+        self._put(name, merged.permute((1, 0)) if transposed else merged, kind)
 
     def _embedding(self, module: str, down: Tensor, up: Tensor, magnitude: Tensor | None) -> None:
         name, base = self._find(f"{module}.weight")

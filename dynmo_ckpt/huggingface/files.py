@@ -126,6 +126,15 @@ def torch_tensors(path: Path) -> dict[str, Tensor]:
     return {str(key): file.tensor(ref, str(key)) for key, ref in file.tree.items()}
 
 
+def is_conv1d(name: str) -> bool:
+    """Whether a matrix of a GPT-2 is ``[in, out]``: those of its blocks are, its head is not.
+
+    Args:
+        name: of a tensor or module, with or without the name of the inner model.
+    """
+    return ".h." in f".{name}"
+
+
 def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors of the files that an index names."""
     try:

@@ -30,6 +30,7 @@ from ..tensors.computed import arrays_of, bits_of, computed_tensor
 from ..tensors.views import Tensor, View
 from .bitmask import GROUP, BitmaskRows
 from .dequantize import AwqRows, BlockScaledRows, GptqRows, MicroscaledRows
+from .files import is_conv1d
 
 KEY = "quantization_config"
 SPARSE = "compressed-tensors"
@@ -84,7 +85,7 @@ class Quantization:
         method: one of ``METHODS``.
         config: the ``quantization_config``.
         dtype: the type of the dequantized weights, as in safetensors; None: that of the scales.
-        transposed: whether a module's plain weight is ``[in, out]``, as in GPT-2.
+        transposed: whether the plain weights of blocks are ``[in, out]``, as in GPT-2.
     """
 
     method: str
@@ -306,7 +307,7 @@ def _gptq(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
         )
         inputs = (qweight, qzeros, scales, *(() if index is None else (index,)))
         plain = computed_tensor(f"{module}.weight", compute.dtype, (columns, rows), inputs, compute)
-        built[f"{module}.weight"] = plain.permute((1, 0)) if how.transposed else plain
+        built[f"{module}.weight"] = plain.permute((1, 0)) if how.transposed and is_conv1d(module) else plain
         used |= {*names, *(() if index is None else (f"{module}.g_idx",))}
     return built, used
 
@@ -332,7 +333,7 @@ def _awq(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
         plain = computed_tensor(
             f"{module}.weight", compute.dtype, (words * 8, rows), (qweight, qzeros, scales), compute
         )
-        built[f"{module}.weight"] = plain.permute((1, 0)) if how.transposed else plain
+        built[f"{module}.weight"] = plain.permute((1, 0)) if how.transposed and is_conv1d(module) else plain
         used |= set(names)
     return built, used
 

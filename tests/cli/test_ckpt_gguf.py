@@ -199,6 +199,27 @@ def test_a_model_that_llama_cpp_does_not_compute_is_refused(tmp_path, ckpt, monk
     assert any(word in result.stderr for word in named.split("|"))
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3moe", "gemma", "olmo2"])
+def test_llama3_scaling_of_another_decoder_is_refused(tmp_path, ckpt, monkeypatch, name):
+    """llama.cpp has its divisors in a Llama alone, and loads no file of another model with them."""
+    kind, settings = MODELS[name]
+    rope = {**LLAMA3, "original_max_position_embeddings": 32}
+    monkeypatch.setitem(MODELS, "other", (kind, {**settings, "rope_parameters": rope}))
+    save("other", tmp_path / "in")
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=5)
+    assert "does not compute rotary_scaling of this model" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["qwen2", "olmo2"])
+def test_heads_of_another_width_than_the_model_are_refused(tmp_path, ckpt, monkeypatch, name):
+    """llama.cpp expects projections of the hidden size, and does not load the file."""
+    kind, settings = MODELS[name]
+    monkeypatch.setitem(MODELS, "other", (kind, {**settings, "head_dim": 32}))
+    save("other", tmp_path / "in")
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=5)
+    assert "does not compute head_dim of this model" in result.stderr
+
+
 def test_blocks_of_eight_bits_are_a_type_of_gguf_only(tmp_path, ckpt):
     save("llama", tmp_path / "in")
     result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "native", "--dtype", "q8_0", code=2)
@@ -376,11 +397,9 @@ def sentencepiece_model(directory, **settings):
         input=str(directory / "corpus.txt"),
         model_prefix=str(directory / "tokenizer"),
         vocab_size=285,
-        model_type="bpe",
-        byte_fallback=True,
         hard_vocab_limit=False,
         minloglevel=2,
-        **settings,
+        **{"model_type": "bpe", "byte_fallback": True, **settings},
     )
     return sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
 

@@ -44,3 +44,18 @@ def test_convert_merges_and_compares_logits(tmp_path, ckpt):
     name = "model.layers.0.self_attn.q_proj.weight"
     # Rank 2, alpha 4: 2 times a product of ones, which is 2 everywhere.
     np.testing.assert_allclose(found[name].numpy(), plain[name].numpy() + 4, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("own", [None, "{{ base }}", "{{ adapter }}"])
+def test_chat_template_of_an_adapter_is_not_lost_silently(tmp_path, ckpt, own):
+    """peft's trainers save the tokenizer with which an adapter was trained next to it."""
+    base, adapter = small_llama(tmp_path / "base"), save_adapter(tmp_path)
+    (base / "chat_template.jinja").write_text("{{ base }}")
+    if own is not None:
+        (adapter / "chat_template.jinja").write_text(own)
+    result = ckpt("convert", base, tmp_path / "out", "--to", "hf", "--adapter", adapter)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ base }}"
+    assert ("chat_template.jinja differ from those of the base" in result.stderr) == (own == "{{ adapter }}")
+    ckpt("convert", base, tmp_path / "other", "--to", "hf", "--adapter", adapter, "--tokenizer", adapter)
+    copied = tmp_path / "other" / "chat_template.jinja"
+    assert (copied.read_text() if copied.exists() else None) == own

@@ -28,8 +28,9 @@ def peft():
     return pytest.importorskip("peft", reason="peft is not installed")
 
 
-def gpt2(directory):
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32)
+def gpt2(directory, **settings):
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+    config = transformers.GPT2Config(**{**sizes, **settings})
     torch.manual_seed(0)
     transformers.GPT2LMHeadModel(config).save_pretrained(directory)
     return directory
@@ -118,6 +119,16 @@ def test_merged_gpt2_equals_that_of_peft(tmp_path, dora):
     modules = ["c_attn", "c_proj", "c_fc"]
     adapter = trained(base, tmp_path / "adapter", target_modules=modules, r=2, fan_in_fan_out=True, use_dora=dora)
     assert_equal(merged(base, adapter), expected(base, adapter))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("vocabulary", [32, 64])
+def test_merged_head_of_gpt2_is_not_transposed(tmp_path, vocabulary, dora):
+    """The head is a Linear among Conv1D; of 32 rows and columns, both directions fit."""
+    base = gpt2(tmp_path / "base", tie_word_embeddings=False, vocab_size=vocabulary)
+    settings = {"target_modules": ["c_attn", "lm_head"], "r": 4, "use_dora": dora, "fan_in_fan_out": True}
+    adapter = trained(base, tmp_path / "adapter", **settings)
+    assert_equal(merged(base, adapter), expected(base, adapter), atol=2e-6)
 
 
 def test_two_adapters_are_added(tmp_path):
@@ -308,6 +319,15 @@ def test_adapter_applies_to_hugging_face_directories_only(tmp_path):
     (tmp_path / "native" / "manifest.json").write_text("{}")
     with pytest.raises(UsageError, match="--adapter"):
         open_checkpoint(tmp_path / "native", options=ReadOptions(adapters=(tmp_path,)))
+
+
+def test_head_of_gpt2_is_merged_without_peft(tmp_path):
+    base = gpt2(tmp_path / "base", tie_word_embeddings=False, vocab_size=32)
+    down, up = torch.randn(2, 32), torch.randn(32, 2)
+    tensors = {"base_model.model.lm_head.lora_A.weight": down, "base_model.model.lm_head.lora_B.weight": up}
+    expected_head = safetensors.load_file(base / "model.safetensors")["lm_head.weight"] + 2 * up @ down
+    found = merged(base, save_adapter(tmp_path, tensors))["lm_head.weight"]
+    np.testing.assert_allclose(found, expected_head.numpy(), rtol=0, atol=4e-6)
 
 
 def test_tied_embedding_is_refused_without_peft(tmp_path):

@@ -163,6 +163,15 @@ def test_gptq_without_index_has_contiguous_groups(tmp_path, group):
     assert np.array_equal(found["a.weight"], weight)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(("module", "is_transposed"), [("transformer.h.0.attn.c_attn", True), ("lm_head", False)])
+def test_matrices_of_gpt2_are_transposed_and_its_head_is_not(tmp_path, method, module, is_transposed):
+    tensors, config, weight = gptq(4, "gptq") if method == "gptq" else awq()
+    named = {f"{module}{name.removeprefix('a')}": tensor for name, tensor in tensors.items()}
+    found = plain(write(tmp_path / "in", named, config, dtype="float16", model_type="gpt2"))
+    assert np.array_equal(found[f"{module}.weight"], weight.T if is_transposed else weight)
+
+
 def test_gptq_chunks_of_a_large_matrix_join_exactly(tmp_path, monkeypatch):
     monkeypatch.setattr("dynmo_ckpt.io.computed.CHUNK_BYTES", 4096)
     tensors, config, weight = gptq(3, "gptq", inputs=96, outputs=416, group=32)
