@@ -166,7 +166,7 @@ def _stream(generator: TextGenerator, texts: Sequence[str], *, shows_prompts: bo
     """Generate prompt by prompt, and print each with its continuation while it grows."""
     for number, text in enumerate(texts):
         _write_piece(("---\n" if number else "") + (text if shows_prompts else ""))
-        (done,) = generator.generate([text])
+        (done,) = generator.generate([text], first=number)
         if generator.stream is not None:
             generator.stream.finish(done.completion)
         _write_piece("\n")

@@ -156,17 +156,21 @@ class TextGenerator:
         chat = self.chat
         return run_on_all_ranks(self.world, lambda: [chat.text(each) for each in conversations])
 
-    def generate(self, prompts: Sequence[str]) -> list[Completion]:
+    def generate(self, prompts: Sequence[str], first: int = 0) -> list[Completion]:
         """Continue each prompt ``num_samples`` times.
 
         Sample ``n`` of a prompt does not depend on the number of samples. A prompt that cannot be continued gives a
         completion with the error; the others are continued.
 
+        Args:
+            prompts: the texts.
+            first: index of the first one among the prompts of the command, which the draws depend on.
+
         Raises:
             UsageError: no prompt can be continued.
         """
         samples = self.settings.num_samples
-        prepared = run_on_all_ranks(self.world, lambda: self._prepare(prompts))
+        prepared = run_on_all_ranks(self.world, lambda: self._prepare(prompts, first))
         requests = [each for each in prepared if isinstance(each, GenerationRequest)]
         generated = iter(self._generate_on_replicas(requests))
         return [
@@ -193,11 +197,11 @@ class TextGenerator:
                 results[number] = GeneratedTokens(ids=tuple(ids), finish_reason=reason)
         return [results[number] for number in range(len(requests))]
 
-    def _prepare(self, prompts: Sequence[str]) -> list[GenerationRequest | Completion]:
+    def _prepare(self, prompts: Sequence[str], first: int) -> list[GenerationRequest | Completion]:
         """The requests of each prompt, or its completions with the reason why it cannot be continued."""
         prepared: list[GenerationRequest | Completion] = []
         errors: list[UsageError] = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts, first):
             try:
                 prepared += [self._request(number, prompt, n) for n in range(self.settings.num_samples)]
             except UsageError as error:

@@ -133,3 +133,14 @@ def test_load_hugging_face_without_dynmo_ckpt_is_refused(exported, tmp_path, mon
     assert isinstance(done.exception, DynmoError)
     assert done.exception.exit_code == 2
     assert "pip install 'dynmo-toolkit[ckpt]'" in str(done.exception)
+
+
+def test_streamed_samples_are_those_of_the_same_seed_without_stream(exported):
+    words = ["--load", str(exported[0] / "native"), "--device", "cpu", "--max-new-tokens", "8", "--temperature", "2"]
+    words += ["--prompt", "the cat", "--prompt", "the cat", "--seed", "3"]
+    plain = CliRunner().invoke(app, ["generate", *words])
+    streamed = CliRunner().invoke(app, ["generate", *words, "--stream"])
+    assert (plain.exit_code, streamed.exit_code) == (0, 0), streamed.output
+    assert streamed.stdout == plain.stdout
+    first, second = plain.stdout.split("---\n")
+    assert first != second
