@@ -227,6 +227,9 @@ def _hugging_face(named: TokenizerFiles, text: str | None = None) -> Tokenizer:
             raise
         kind = "tokenizer.json" if named.kind == "HuggingFaceTokenizer" else named.kind
         raise UsageError(f"{' and '.join(files)} is not a {kind}: {error}") from error
+    # A tokenizer.json states those of its last use: they would cut long texts and pad short ones.
+    inner.no_truncation()
+    inner.no_padding()
     highest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
     found = (inner.token_to_id(token) for token in END_OF_DOCUMENT)
     return Tokenizer(
