@@ -124,12 +124,11 @@ class TextGenerator:
         self.tokenizer: Tokenizer = run_on_all_ranks(world, lambda: model_tokenizer(source, inference, chat))
         ends = () if self.chat is None else self.chat.ends
         special = self.tokenizer.special_ids((*settings.stops, *ends))
-        chat_ends = frozenset() if self.chat is None else end_ids_of(source.checkpoint.manifest.get("source"))
         stop_condition = StopCondition(
             eod=self.tokenizer.eod,
             stops=tuple(stop for stop in settings.stops if stop not in special),
             decode=self.tokenizer.decode,
-            end_ids=frozenset(special.values()) | chat_ends,
+            end_ids=frozenset(special.values()) | end_ids_of(source.checkpoint.manifest.get("source")),
         )
         self.stream = None if write is None else TextStream(stop_condition, write)
         self._generator: TokenGenerator | ExitGenerator
@@ -209,7 +208,7 @@ class TextGenerator:
                 failed = Completion(
                     prompt=prompt,
                     completion="",
-                    prompt_tokens=len(self.tokenizer.encode(prompt)),
+                    prompt_tokens=len(self._encode(prompt)),
                     completion_tokens=0,
                     finish_reason="error",
                     error=str(error),
@@ -219,13 +218,17 @@ class TextGenerator:
             raise errors[0]
         return prepared
 
+    def _encode(self, prompt: str) -> list[int]:
+        # A chat template writes the beginning-of-sequence token itself.
+        return self.tokenizer.encode_prompt(prompt) if self.chat is None else self.tokenizer.encode(prompt)
+
     def _request(self, number: int, prompt: str, sample: int) -> GenerationRequest:
-        """The request of one continuation; an empty prompt becomes the end-of-document token.
+        """The request of one continuation; an empty prompt becomes the prefix or the end-of-document token.
 
         Raises:
             UsageError: the prompt exceeds the model's positions, or ``--out-seq-length``.
         """
-        ids = self.tokenizer.encode(prompt)
+        ids = self._encode(prompt)
         if not ids:
             if self.tokenizer.eod is None:
                 raise UsageError("an empty prompt needs a tokenizer with an end-of-document token; give --prompt TEXT")
