@@ -118,7 +118,7 @@ def test_only_published_models_read_a_beginning_token(model, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_answers_of_a_model_with_a_beginning_token_equal_those_of_the_harness(model, tmp_path):
+def test_answers_with_a_beginning_token_equal_those_of_the_harness(model, tmp_path):
     reason = "lm_eval is not installed (the extra lm-eval)"
     pytest.importorskip("lm_eval.api.model", reason=reason)
     hflm = pytest.importorskip("lm_eval.models.huggingface", reason=reason).HFLM
@@ -143,7 +143,7 @@ def test_answers_of_a_model_with_a_beginning_token_equal_those_of_the_harness(mo
     assert found == expected
 
 
-def test_end_ids_are_those_of_the_configuration_without_a_generation_config():
+def test_end_ids_without_a_generation_config_are_of_the_configuration():
     assert end_ids_of({"generation_config": None, "config": {"eos_token_id": [1, 106]}}) == {1, 106}
     assert end_ids_of({"generation_config": {}, "config": {"text_config": {"eos_token_id": 3}}}) == {3}
     assert end_ids_of({"generation_config": {"eos_token_id": 7}, "config": {"eos_token_id": 3}}) == {7}
