@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -166,7 +167,7 @@ def _stream(generator: TextGenerator, texts: Sequence[str], *, shows_prompts: bo
     """Generate prompt by prompt, and print each with its continuation while it grows."""
     for number, text in enumerate(texts):
         _write_piece(("---\n" if number else "") + (text if shows_prompts else ""))
-        (done,) = generator.generate([text])
+        (done,) = generator.generate([text], first=number)
         if generator.stream is not None:
             generator.stream.finish(done.completion)
         _write_piece("\n")
@@ -299,9 +300,13 @@ def read_prompts(given: list[str] | None, options: GenerateConfig) -> list[str]:
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt; give --prompt TEXT, --prompts FILE, or one prompt per line on standard input")
     try:
-        lines = (_read_stdin() if file is None else read_input(file)).splitlines()
+        text = _read_stdin() if file is None else read_input(file)
     except UsageError as error:
         raise UsageError(f"cannot read the prompts: {error}") from error
+    # Not ``splitlines``: form feeds and Unicode's separators are characters of a prompt.
+    lines = re.split(r"\r\n|\n|\r", text)
+    if not lines[-1]:
+        del lines[-1]
     if not any(line.strip() for line in lines):
         raise UsageError("no prompt: the input has only blank lines")
     blank = [number for number, line in enumerate(lines, 1) if not line.strip()]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._common.chat_template import read_tokenizer_config
 from .._common.document import (
     MAX_SIZE,
     MAX_TABLE_BYTES,
@@ -123,6 +124,7 @@ class Tokenizer:
         vocab_size: highest id + 1, with added tokens.
         eod: id of the end-of-document token; None where the tokenizer has none of ``END_OF_DOCUMENT``.
         vocabulary: returns the ids of all tokens.
+        prefix: ids that a published model reads before a text, such as the beginning-of-sequence token.
     """
 
     to_ids: Callable[[str], list[int]]
@@ -130,10 +132,16 @@ class Tokenizer:
     vocab_size: int
     eod: int | None
     vocabulary: Callable[[], Mapping[str, int]]
+    prefix: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without special tokens."""
         return self.to_ids(text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of ``text`` after ``prefix``, which a text that begins with it gets once."""
+        ids, size = self.to_ids(text), len(self.prefix)
+        return ids if tuple(ids[:size]) == self.prefix else [*self.prefix, *ids]
 
     def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Those of ``texts`` that are one special token each, which decoding leaves out, and their ids."""
@@ -227,6 +235,9 @@ def _hugging_face(named: TokenizerFiles, text: str | None = None) -> Tokenizer:
             raise
         kind = "tokenizer.json" if named.kind == "HuggingFaceTokenizer" else named.kind
         raise UsageError(f"{' and '.join(files)} is not a {kind}: {error}") from error
+    # A tokenizer.json states those of its last use: they would cut long texts and pad short ones.
+    inner.no_truncation()
+    inner.no_padding()
     highest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
     found = (inner.token_to_id(token) for token in END_OF_DOCUMENT)
     return Tokenizer(
@@ -235,7 +246,15 @@ def _hugging_face(named: TokenizerFiles, text: str | None = None) -> Tokenizer:
         vocab_size=highest + 1,
         eod=next((token_id for token_id in found if token_id is not None), None),
         vocabulary=lambda: dict(inner.get_vocab(with_added_tokens=True)),
+        prefix=_prefix_of(inner),
     )
+
+
+def _prefix_of(inner: Any) -> tuple[int, ...]:
+    """The ids that the post-processor of a tokenizer puts before a text."""
+    text, whole = (tuple(inner.encode("a", add_special_tokens=each).ids) for each in (False, True))
+    places = range(len(whole) - len(text) + 1) if text else ()
+    return whole[: next((at for at in places if whole[at : at + len(text)] == text), 0)]
 
 
 def _sentence_piece(path: Path) -> Tokenizer:
@@ -255,7 +274,15 @@ def _sentence_piece(path: Path) -> Tokenizer:
         vocab_size=size,
         eod=end if end >= 0 else None,
         vocabulary=lambda: _pieces(model, path),
+        prefix=_sentence_piece_prefix(model.bos_id(), path.with_name("tokenizer_config.json")),
     )
+
+
+def _sentence_piece_prefix(begin: int, config: Path) -> tuple[int, ...]:
+    """The id ``begin`` where a tokenizer's configuration has ``add_bos_token``; the model's file does not state it."""
+    if begin < 0 or not config.is_file():
+        return ()
+    return (begin,) if read_tokenizer_config(config).get("add_bos_token") is True else ()
 
 
 def _pieces(model: Any, path: Path) -> dict[str, int]:

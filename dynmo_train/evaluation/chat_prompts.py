@@ -141,11 +141,16 @@ def open_chat_prompts(inference: InferenceConfig, directory: Path, template: str
 
 
 def end_ids_of(source: Mapping[str, Any] | None) -> frozenset[int]:
-    """The ids of end tokens that a published model's ``generation_config.json`` has.
+    """The ids of a published model's end tokens: of its ``generation_config.json``, else of its ``config.json``.
+
+    Transformers ends at the same ones.
 
     Args:
         source: ``source`` of a checkpoint's manifest; None has none.
     """
-    ends = ((source or {}).get("generation_config") or {}).get("eos_token_id")
+    found = source or {}
+    config = found.get("config") or {}
+    stated = (found.get("generation_config") or {}, config, config.get("text_config") or {})
+    ends = next((each["eos_token_id"] for each in stated if each.get("eos_token_id") is not None), None)
     values: Sequence[Any] = ends if isinstance(ends, list) else [ends]
     return frozenset(each for each in values if type(each) is int)

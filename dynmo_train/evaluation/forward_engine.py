@@ -273,6 +273,14 @@ class _ItemLoader:
         # ``assign``: parameters on the meta device have no memory to copy to, and tied weights must stay one tensor.
         module.load_state_dict(weights, assign=True)
         module.requires_grad_(False)
+        masks = {}
+        for name, layer in masks_of(item, module).items():
+            if self.checkpoint.has(f"{name}.mask"):
+                mask = self._read(f"{name}.mask", torch.bool)
+                layer.weight.mul_(mask)
+                # The update of an adapter is not pruned: with it, the weight is dense.
+                if layer.adapter is None:
+                    masks[name] = mask
         # One product instead of two, as fast as the model without adapters.
         merge_adapters(module)
         for name, bias in expert_biases_of(item, module).items():
@@ -281,10 +289,8 @@ class _ItemLoader:
             router.register_buffer(EXPERT_BIAS, self._read(name, bias.dtype), persistent=False)
         join_gated_layers(module)
         for name, layer in masks_of(item, module).items():
-            if self.checkpoint.has(f"{name}.mask"):
-                mask = self._read(f"{name}.mask", torch.bool)
-                layer.weight.mul_(mask)
-                layer.set_mask(mask, self.sparse)
+            if name in masks:
+                layer.set_mask(masks[name], self.sparse)
         return module
 
     def _weight(self, name: str) -> torch.Tensor:

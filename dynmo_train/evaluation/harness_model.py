@@ -21,6 +21,7 @@ from ..config.sections.evaluation import InferenceConfig
 from ..data.tokenizer import Tokenizer
 from ..models.vocabulary.token_scores import ScoringFamily
 from ..parallel.process_groups import World
+from .chat_prompts import end_ids_of
 from .forward_engine import ForwardEngine, load_forward_engine
 from .model_checkpoint import ModelCheckpoint, model_tokenizer, open_causal_model
 from .sampling import Sampling
@@ -58,11 +59,13 @@ class HarnessModel:
 
     @property
     def prefix_token(self) -> int:
-        """The end-of-document token, which precedes a text without context.
+        """The token that precedes a text without context: beginning of sequence, else end of document.
 
         Raises:
             UsageError: the tokenizer has none.
         """
+        if self.tokens.prefix:
+            return self.tokens.prefix[0]
         if self.tokens.eod is None:
             raise UsageError(
                 f"the tokenizer of {self._source.directory} has no end-of-document token, which the harness puts before"
@@ -115,13 +118,12 @@ class HarnessModel:
             self._engine = self._load(None, 1)
         special = self.tokens.special_ids(stops)
         texts = tuple(stop for stop in stops if stop not in special)
-        condition = StopCondition(
-            eod=self.tokens.eod, stops=texts, decode=self.tokens.decode, end_ids=frozenset(special.values())
-        )
+        ends = frozenset(special.values()) | end_ids_of(self._source.checkpoint.manifest.get("source"))
+        condition = StopCondition(eod=self.tokens.eod, stops=texts, decode=self.tokens.decode, end_ids=ends)
         generator = TokenGenerator(
             self._engine, max_tokens=self.max_length, sampling=sampling, stop_condition=condition
         )
-        prompts = [self.tokens.encode(text)[-room:] or [self.prefix_token] for text in contexts]
+        prompts = [self.tokens.encode_prompt(text)[-room:] or [self.prefix_token] for text in contexts]
         requests = [
             GenerationRequest(ids=tuple(ids), max_new_tokens=length, seed=number) for number, ids in enumerate(prompts)
         ]
@@ -205,7 +207,8 @@ def register() -> type[Any]:
             return self.model.prefix_token
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            return self.model.tokens.encode(string)
+            tokens = self.model.tokens
+            return tokens.encode(string) if add_special_tokens is False else tokens.encode_prompt(string)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[LogLikelihood]:
             return self.model.log_likelihoods(

@@ -83,11 +83,11 @@ def split_passage(text: str) -> tuple[str, str]:
 def encode_passage(text: str, tokenizer: Tokenizer, *, strict: bool) -> ScoredSequence:
     """Tokens of a passage; the answer is the last word with ``strict``, else the last token."""
     if not strict:
-        tokens = tokenizer.encode(text)
+        tokens = tokenizer.encode_prompt(text)
         return ScoredSequence(tokens=np.array(tokens), first_scored=len(tokens) - 1)
     context, word = split_passage(text)
     # The context is tokenized alone, as in Megatron: the answer must not merge with it.
-    context_ids, answer_ids = tokenizer.encode(context), tokenizer.encode(f" {word}")
+    context_ids, answer_ids = tokenizer.encode_prompt(context), tokenizer.encode(f" {word}")
     return ScoredSequence(tokens=np.array(context_ids + answer_ids), first_scored=len(context_ids))
 
 

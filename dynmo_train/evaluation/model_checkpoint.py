@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def _read_model(directory: Path, tensor_ranks: int) -> ModelCheckpoint:
 
 
 def model_tokenizer(source: ModelCheckpoint, inference: InferenceConfig, opened: Tokenizer | None = None) -> Tokenizer:
-    """The tokenizer of the options, by default the one in the checkpoint.
+    """The tokenizer of the options, by default the one in the checkpoint; with ``prefix`` for a published model only.
 
     Args:
         source: the model.
@@ -198,4 +198,5 @@ def model_tokenizer(source: ModelCheckpoint, inference: InferenceConfig, opened:
             f"{name} has {tokenizer.vocab_size:,} ids; the model of {source.directory} has {vocab_size:,}: give the"
             " model's own tokenizer"
         )
-    return tokenizer
+    # Data sets of dynmo-prep have no such token: a model that was trained on them from scratch has not read it.
+    return tokenizer if source.checkpoint.manifest.get("source") else replace(tokenizer, prefix=())

@@ -124,12 +124,11 @@ class TextGenerator:
         self.tokenizer: Tokenizer = run_on_all_ranks(world, lambda: model_tokenizer(source, inference, chat))
         ends = () if self.chat is None else self.chat.ends
         special = self.tokenizer.special_ids((*settings.stops, *ends))
-        chat_ends = frozenset() if self.chat is None else end_ids_of(source.checkpoint.manifest.get("source"))
         stop_condition = StopCondition(
             eod=self.tokenizer.eod,
             stops=tuple(stop for stop in settings.stops if stop not in special),
             decode=self.tokenizer.decode,
-            end_ids=frozenset(special.values()) | chat_ends,
+            end_ids=frozenset(special.values()) | end_ids_of(source.checkpoint.manifest.get("source")),
         )
         self.stream = None if write is None else TextStream(stop_condition, write)
         self._generator: TokenGenerator | ExitGenerator
@@ -156,17 +155,21 @@ class TextGenerator:
         chat = self.chat
         return run_on_all_ranks(self.world, lambda: [chat.text(each) for each in conversations])
 
-    def generate(self, prompts: Sequence[str]) -> list[Completion]:
+    def generate(self, prompts: Sequence[str], first: int = 0) -> list[Completion]:
         """Continue each prompt ``num_samples`` times.
 
         Sample ``n`` of a prompt does not depend on the number of samples. A prompt that cannot be continued gives a
         completion with the error; the others are continued.
 
+        Args:
+            prompts: the texts.
+            first: index of the first one among the prompts of the command, which the draws depend on.
+
         Raises:
             UsageError: no prompt can be continued.
         """
         samples = self.settings.num_samples
-        prepared = run_on_all_ranks(self.world, lambda: self._prepare(prompts))
+        prepared = run_on_all_ranks(self.world, lambda: self._prepare(prompts, first))
         requests = [each for each in prepared if isinstance(each, GenerationRequest)]
         generated = iter(self._generate_on_replicas(requests))
         return [
@@ -193,11 +196,11 @@ class TextGenerator:
                 results[number] = GeneratedTokens(ids=tuple(ids), finish_reason=reason)
         return [results[number] for number in range(len(requests))]
 
-    def _prepare(self, prompts: Sequence[str]) -> list[GenerationRequest | Completion]:
+    def _prepare(self, prompts: Sequence[str], first: int) -> list[GenerationRequest | Completion]:
         """The requests of each prompt, or its completions with the reason why it cannot be continued."""
         prepared: list[GenerationRequest | Completion] = []
         errors: list[UsageError] = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts, first):
             try:
                 prepared += [self._request(number, prompt, n) for n in range(self.settings.num_samples)]
             except UsageError as error:
@@ -205,7 +208,7 @@ class TextGenerator:
                 failed = Completion(
                     prompt=prompt,
                     completion="",
-                    prompt_tokens=len(self.tokenizer.encode(prompt)),
+                    prompt_tokens=len(self._encode(prompt)),
                     completion_tokens=0,
                     finish_reason="error",
                     error=str(error),
@@ -215,13 +218,17 @@ class TextGenerator:
             raise errors[0]
         return prepared
 
+    def _encode(self, prompt: str) -> list[int]:
+        # A chat template writes the beginning-of-sequence token itself.
+        return self.tokenizer.encode_prompt(prompt) if self.chat is None else self.tokenizer.encode(prompt)
+
     def _request(self, number: int, prompt: str, sample: int) -> GenerationRequest:
-        """The request of one continuation; an empty prompt becomes the end-of-document token.
+        """The request of one continuation; an empty prompt becomes the prefix or the end-of-document token.
 
         Raises:
             UsageError: the prompt exceeds the model's positions, or ``--out-seq-length``.
         """
-        ids = self.tokenizer.encode(prompt)
+        ids = self._encode(prompt)
         if not ids:
             if self.tokenizer.eod is None:
                 raise UsageError("an empty prompt needs a tokenizer with an end-of-document token; give --prompt TEXT")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..models.families.multi_token import PREDICTION
-from ..models.kv_cache import Decoder, DecodingCache, is_ragged_safe, store_by_columns
+from ..models.kv_cache import Decoder, DecodingCache, is_ragged_safe, rotation_switch, store_by_columns
 from ..models.packed_linear import can_pack, pack_weights
 from ..models.techniques.early_exit import EXITED
 from .forward_engine import ForwardEngine
@@ -138,6 +138,7 @@ class _Batch:
         requests: the requests, B.
         cache: keys and values of the tokens read so far.
         ids_BT: token ids to read next, int64 on CPU: the prompts, then one token per sequence.
+        whole_BT: all token ids so far, int64 on CPU.
         generators: one CPU generator per sequence.
         new: tokens generated so far, per sequence.
         reasons: why each sequence ended; None while it continues.
@@ -146,6 +147,7 @@ class _Batch:
     requests: Sequence[GenerationRequest]
     cache: DecodingCache
     ids_BT: torch.Tensor
+    whole_BT: torch.Tensor
     generators: list[torch.Generator]
     new: list[list[int]] = field(default_factory=list)
     reasons: list[str | None] = field(default_factory=list)
@@ -182,6 +184,7 @@ class TokenGenerator:
         self.decoder = Decoder(engine.family, engine.modules, max_tokens, engine.items)
         self._width = int(str(engine.family.manifest()["hidden_size"]))
         self._is_ragged_safe = is_ragged_safe(engine.family)
+        self._switch = rotation_switch(engine.family)
 
     @property
     def _stages(self) -> int:
@@ -219,7 +222,8 @@ class TokenGenerator:
         group: list[int] = []
         for number in order:
             differs = bool(group) and len(requests[group[0]].ids) != len(requests[number].ids)
-            if len(group) == size or (differs and not self._is_ragged_safe):
+            # With a switch, the longest sequence of a batch decides on the rotation of all.
+            if len(group) == size or (differs and not (self._is_ragged_safe and self._switch is None)):
                 yield group
                 group = []
             group.append(number)
@@ -244,8 +248,12 @@ class TokenGenerator:
     def _step(self, batch: _Batch) -> torch.Tensor | None:
         """Run this stage on the batch's next tokens; the sampled tokens, int64 ``[B]``, on the last stage."""
         engine = self.engine
+        past = batch.cache.tokens
+        switches = self._switch is not None and 0 < past <= self._switch < past + batch.ids_BT.shape[1]
+        if switches:
+            batch.ids_BT = batch.whole_BT
         # The whole sequence is in ``ids_BT`` then, so the cache must be empty.
-        if self.recompute:
+        if self.recompute or switches:
             batch.cache.tokens = 0
             batch.cache.by_item.clear()
         x = batch.ids_BT.to(engine.world.device)
@@ -277,7 +285,8 @@ class TokenGenerator:
                 if self._on_token is not None:
                     ends = batch.reasons[row] == "end"
                     self._on_token(request, batch.new[row][: len(batch.new[row]) - ends])
-        batch.ids_BT = torch.cat([batch.ids_BT, drawn_B[:, None]], dim=1) if self.recompute else drawn_B[:, None]
+        batch.whole_BT = torch.cat([batch.whole_BT, drawn_B[:, None]], dim=1)
+        batch.ids_BT = batch.whole_BT if self.recompute else drawn_B[:, None]
 
 
 def _new_batch(requests: Sequence[GenerationRequest]) -> _Batch:
@@ -292,6 +301,7 @@ def _new_batch(requests: Sequence[GenerationRequest]) -> _Batch:
         requests=requests,
         cache=DecodingCache(capacity=capacity, padding=padding_B if bool(padding_B.any()) else None),
         ids_BT=ids_BT,
+        whole_BT=ids_BT,
         generators=[torch.Generator().manual_seed(request.seed) for request in requests],
         new=[[] for _ in requests],
         reasons=[None if request.max_new_tokens else "length" for request in requests],

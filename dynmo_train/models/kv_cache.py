@@ -216,6 +216,14 @@ def is_ragged_safe(family: ModelFamily) -> bool:
     return all(item.kind != "layer" and EXITED not in (*item.reads, *item.side) for item in items)
 
 
+def rotation_switch(family: ModelFamily) -> int | None:
+    """Tokens beyond which LongRoPE rotates all keys by other frequencies; None where keys keep their rotation."""
+    scaling = family.manifest().get("rotary_scaling")
+    if not isinstance(scaling, Mapping) or scaling["rope_type"] != "longrope":
+        return None
+    return int(scaling["original_max_position_embeddings"])
+
+
 def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:
     """Logits of the last token, float32 ``[B, V]``; where the vocabulary is sharded, gathered on every rank.
 

@@ -10,10 +10,15 @@ from functools import partial
 import pytest
 import torch
 
+from dynmo_train.config.fields import values_of
+from dynmo_train.config.sections.evaluation import InferenceConfig
 from dynmo_train.dynamics.lora import FrozenBase
+from dynmo_train.evaluation.model_checkpoint import open_causal_model
+from dynmo_train.evaluation.scoring import ScoredSequence, score_model
 from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
 from dynmo_train.launch.find_command import program_path
 from dynmo_train.models.lora import LoraFamily, LoraSettings, is_adapter
+from dynmo_train.parallel.process_groups import destroy_world, init_world
 from tests.distributed.scenario import Scenario, merged, play
 from tests.distributed.test_families import cut as family_cut
 from tests.distributed.test_placement import WANDER
@@ -211,6 +216,24 @@ def test_adapters_alone_are_saved_and_resumed_with_the_same_bits(base, tuned, tm
     code, text = run_program("dynmo-ckpt", "convert", run, tmp_path / "hf", "--to", "hf")
     assert code == 5
     assert "--merge" in text
+
+
+def test_adapters_over_pruned_weights_are_evaluated_whole(tmp_path):
+    pruned = {"pruning_start_iter": "1", "pruning_end_iter": "3", "pruning_freq": "1", "train_iters": "4"}
+    train(None, tmp_path / "base", 1, *FLAGS, "--sparsify", "--final-sparsity", "0.7", **(SHAPE | pruned))
+    tune(tmp_path / "base", tmp_path / "run", lr="0.1")
+    command("dynmo-train", "export-adapter", "--load", tmp_path / "run", "-o", tmp_path / "merged", "--merge")
+    world, numbers = init_world("cpu"), torch.Generator().manual_seed(3)
+    sequences = [ScoredSequence(tokens=torch.randint(97, (33,), generator=numbers).numpy(), first_scored=1)]
+    losses = []
+    for name in ("run", "merged"):
+        inference = values_of(InferenceConfig, {"load": str(tmp_path / name), "device": "cpu"})
+        source = open_causal_model(inference, world, {})
+        # The weights under the adapters are pruned, those of the export are products with every column.
+        assert bool(source.checkpoint.names("mask")) == (name == "run")
+        losses += score_model(source, inference, world, sequences, 32).losses
+    destroy_world()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("damage", ["manifest", "missing", "weights"])

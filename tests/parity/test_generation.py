@@ -13,7 +13,15 @@ from typer.testing import CliRunner
 
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
+from dynmo_train.evaluation.forward_engine import ForwardEngine
+from dynmo_train.evaluation.sampling import Sampling
+from dynmo_train.evaluation.token_generator import GenerationRequest, StopCondition, TokenGenerator
+from dynmo_train.models.layer_list import BoundaryShape
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.process_groups import World
+from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.checkpoint import load_checkpoint
+from tests.parity.test_decoder_shapes import models_of
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 PROMPTS = ("the cat sat", "größer than", "the dog and the log on the mat")
@@ -133,3 +141,40 @@ def test_load_hugging_face_without_dynmo_ckpt_is_refused(exported, tmp_path, mon
     assert isinstance(done.exception, DynmoError)
     assert done.exception.exit_code == 2
     assert "pip install 'dynmo-toolkit[ckpt]'" in str(done.exception)
+
+
+def test_streamed_samples_are_those_of_the_same_seed_without_stream(exported):
+    words = ["--load", str(exported[0] / "native"), "--device", "cpu", "--max-new-tokens", "8", "--temperature", "2"]
+    words += ["--prompt", "the cat", "--prompt", "the cat", "--seed", "3"]
+    plain = CliRunner().invoke(app, ["generate", *words])
+    streamed = CliRunner().invoke(app, ["generate", *words, "--stream"])
+    assert (plain.exit_code, streamed.exit_code) == (0, 0), streamed.output
+    assert streamed.stdout == plain.stdout
+    first, second = plain.stdout.split("---\n")
+    assert first != second
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_text_that_grows_beyond_the_training_length_of_longrope(recompute):
+    """All keys then have other frequencies; a shorter text of the same batch keeps its own."""
+    family, modules, theirs = models_of("Phi3 beyond its training")
+    trained = family.shape.rotary_scaling["original_max_position_embeddings"]
+    world = World(rank=0, size=1, device=torch.device("cpu"), host="here", dims=ParallelDims())
+    boundary = BoundaryShape.hidden(batch=1, tokens=1, width=family.shape.hidden_size)
+    generator = TokenGenerator(
+        ForwardEngine(family, modules, uniform_partition(family.items, 1), world, boundary),
+        max_tokens=family.shape.max_position_embeddings,
+        sampling=Sampling(),
+        stop_condition=StopCondition(eod=None),
+        recompute=recompute,
+    )
+    numbers = torch.Generator().manual_seed(4)
+    lengths = (trained - 4, trained - 4, 3, trained, trained + 6)
+    prompts = [torch.randint(family.shape.vocab_size, (length,), generator=numbers) for length in lengths]
+    requests = [GenerationRequest(ids=tuple(each.tolist()), max_new_tokens=9, seed=0) for each in prompts]
+    for prompt, found in zip(prompts, generator.generate(requests, 8), strict=True):
+        ids = prompt[None]
+        with torch.no_grad():
+            for _ in range(9):
+                ids = torch.cat([ids, theirs(ids).logits[:, -1:].argmax(-1)], dim=1)
+        assert list(found.ids) == ids[0, len(prompt) :].tolist(), len(prompt)

@@ -118,3 +118,16 @@ def test_checkpoint_has_every_file_of_a_published_tokenizer(tmp_path):
     words = TokenizerFiles.of(values(vocab_file=str(tmp_path / "words.json"), tokenizer_type="WhitespaceVocab"))
     # Another tokenizer's model would be taken for that of the run.
     assert "tokenizer.model" not in words.stored_files
+
+
+def test_truncation_and_padding_of_a_tokenizer_json_are_not_applied(tmp_path):
+    """``save_pretrained`` stores those of the last call."""
+    library = pytest.importorskip("tokenizers")
+    inner = library.Tokenizer(library.models.WordLevel(WORDS, unk_token="<unk>"))
+    inner.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    inner.enable_truncation(2)
+    inner.enable_padding(length=2, pad_id=1, pad_token="<|endoftext|>")
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("the house the house") == [2, 3, 2, 3]
+    assert tokenizer.encode("the") == [2]

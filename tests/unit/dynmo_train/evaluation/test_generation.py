@@ -317,3 +317,16 @@ def test_read_hostfile_fifo_is_refused(tmp_path):
     os.mkfifo(tmp_path / "hosts")
     with pytest.raises(UsageError, match="is a FIFO; must be a regular file"):
         read_hostfile(tmp_path / "hosts")
+
+
+def test_prompt_has_the_separators_of_unicode(tmp_path):
+    prompts = ["one\u2028two", "three\x0cfour\x85", "\x1cfive"]
+    (tmp_path / "prompts").write_bytes("\r\n".join([*prompts, ""]).encode())
+    assert read_prompts(None, GenerateConfig(prompts=str(tmp_path / "prompts"))) == prompts
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1e-45, 5e-324])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}])
+def test_temperature_near_0_draws_the_most_likely_token(temperature, filters):
+    logits, generator = torch.tensor([1.0, -40.0, 3.0, 2.5]), torch.Generator().manual_seed(0)
+    assert next_token(logits, Sampling(temperature=temperature, **filters), generator) == 2
