@@ -99,13 +99,13 @@ def test_reference_copy_has_the_biases_of_its_experts(world):
     name, inputs, biases, expected = "layers.0.mlp", [], [], []
     module = engine.item_store.modules[name]
     for step in (1, 2, 3):
-        seen = []
+        first = []
         hook = module.register_forward_pre_hook(
-            lambda _module, arguments, seen=seen: seen.append(arguments[0].detach())
+            lambda _module, arguments, first=first: first.append(arguments[0].detach())
         )
         engine.train_step(batch(config, step), sampled=False)
         hook.remove()
-        inputs.append(seen[0])
+        inputs.append(first[0])
         biases.append(module.router.expert_bias.clone())
         engine.after_step(step)
     assert not torch.equal(biases[1], biases[0])
