@@ -69,7 +69,12 @@ def settings_of(config: Config) -> LoraSettings | None:
         rank=options.lora_rank,
         alpha=options.lora_alpha or 2.0 * options.lora_rank,
         dropout=options.lora_dropout,
-        targets=targets_of(options.lora_target_modules, gated=model.activation in GATED_ACTIVATIONS, experts=experts),
+        targets=targets_of(
+            options.lora_target_modules,
+            gated=model.activation in GATED_ACTIVATIONS,
+            experts=experts,
+            latent=model.multi_latent_attention,
+        ),
     )
 
 

@@ -24,7 +24,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from ..config.extensions import TechniqueSpec
-from ..models.layer_list import masks_of, output_of, parameters_of
+from ..models.layer_list import expert_biases_of, masks_of, output_of, parameters_of
 from ..optim.item_state import REFERENCE
 from ..parallel.process_groups import sum_over_pipeline, sum_over_replicas
 from ..parallel.seeding import seeded
@@ -213,11 +213,15 @@ class AdaptiveFreezing(LayerFreezing):
 
     def _distance(self, name: str) -> float:
         module = self.store.modules[name]
-        own = {full: p for full, p in parameters_of(name, module).items() if full not in self.store.family.ties}
+        # Biases of experts change what a layer computes, as its weights do.
+        values: dict[str, torch.Tensor] = {**parameters_of(name, module), **expert_biases_of(name, module)}
+        own = {full: value for full, value in values.items() if full not in self.store.family.ties}
         extras = self.store.extras.setdefault(name, {})
         if not extras:  # the first measurement of a layer makes the copy
-            extras.update({f"{full}.{REFERENCE}": parameter.detach().clone() for full, parameter in own.items()})
-        reference = {full[len(name) + 1 :]: extras[f"{full}.{REFERENCE}"] for full in own}
+            extras.update({f"{full}.{REFERENCE}": value.detach().clone() for full, value in own.items()})
+        # A checkpoint of an earlier version has no copies of biases.
+        copied = [full for full in own if f"{full}.{REFERENCE}" in extras]
+        reference = {full[len(name) + 1 :]: extras[f"{full}.{REFERENCE}"] for full in copied}
         training = module.training
         module.eval()
         try:

@@ -150,23 +150,26 @@ def is_adapter(parameter: str) -> bool:
     return ADAPTER in parameter
 
 
-def targets_of(text: str, *, gated: bool, experts: bool) -> tuple[str, ...]:
+def targets_of(text: str, *, gated: bool, experts: bool, latent: bool = False) -> tuple[str, ...]:
     """The projections of ``--lora-target-modules``.
 
     Args:
         text: names separated by commas; ``all`` are all linear layers of the blocks, without experts.
         gated: whether the MLP of the model is gated.
         experts: whether the model has experts.
+        latent: whether queries, keys and values are products of latents, which have no adapters.
 
     Raises:
         UsageError: a name is not a projection of this model.
     """
     mlp = () if experts else ("gate_proj", "up_proj", "down_proj") if gated else ("fc1", "down_proj")
-    known = (*FUSED, "o_proj", *mlp)
+    known = (*(() if latent else FUSED), "o_proj", *mlp)
     names = known if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     unknown = [name for name in names if name not in known]
     if unknown:
-        because = "; experts have no adapters" if experts and set(unknown) <= set(TARGETS) else ""
+        without = (("products of latents", latent, set(FUSED)), ("experts", experts, set(TARGETS) - set(FUSED)))
+        parts = [part for part, is_on, theirs in without if is_on and theirs & set(unknown)]
+        because = f"; {' and '.join(parts)} have no adapters" if parts and set(unknown) <= set(TARGETS) else ""
         raise UsageError(
             f"--lora-target-modules {text}: {', '.join(map(repr, unknown))} is not a projection of this model"
             f"{because}; name some of {', '.join(known)}, or all"
@@ -288,6 +291,11 @@ def compare_adapters(
         resumes: whether the run resumes training.
     """
     remaining = dict(expected)
+    if FIELD in stored and FIELD in expected and stored.get("kv_lora_rank") is not None:
+        # Earlier versions stated targets that no layer of a model with latents has: its adapters are the same.
+        targets = [name for name in stored[FIELD]["targets"] if name not in FUSED]
+        if expected[FIELD] == {**stored[FIELD], "targets": targets}:
+            remaining[FIELD] = stored[FIELD]
     if FIELD in stored and FIELD not in expected:
         rank = stored[FIELD]["rank"]
         return remaining, [

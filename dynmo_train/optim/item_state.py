@@ -51,7 +51,7 @@ def role_of(tensor_name: str) -> str:
 
 def is_whole(tensor_name: str) -> bool:
     """Whether ZeRO leaves a tensor of an ``ItemState`` whole: masks, and biases of experts."""
-    return role_of(tensor_name) == "mask" or tensor_name.endswith(f".{EXPERT_BIAS}")
+    return role_of(tensor_name) == "mask" or tensor_name.removesuffix(f".{REFERENCE}").endswith(f".{EXPERT_BIAS}")
 
 
 def has_own_shape(tensor_name: str) -> bool:

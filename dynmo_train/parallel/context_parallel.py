@@ -50,10 +50,11 @@ class ContextRegion:
         group: Context-parallel ranks; None computes shapes without communication.
         rank: Rank of this process in the group.
         size: Number of ranks.
+        weighs_steps: Whether loss masks are weights in the mean of the step; else in that of their microbatch.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-        self.group, self.rank, self.size = group, rank, size
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, weighs_steps: bool = False) -> None:
+        self.group, self.rank, self.size, self.weighs_steps = group, rank, size, weighs_steps
 
     def cut(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's chunks of ``x``, of any shape, along the dimension ``dim`` of the tokens."""
@@ -199,7 +200,14 @@ class StartedSum:
         return self._x
 
 
-def context_region(world: World) -> ContextRegion | None:
-    """Return the context-parallel ranks of this process; None where there is one."""
+def context_region(world: World, *, weighs_steps: bool = False) -> ContextRegion | None:
+    """Return the context-parallel ranks of this process; None where there is one.
+
+    Args:
+        world: Processes of the run.
+        weighs_steps: As of :class:`ContextRegion`.
+    """
     size = world.dims.context
-    return None if size == 1 else ContextRegion(world.groups.context, world.context_rank, size)
+    if size == 1:
+        return None
+    return ContextRegion(world.groups.context, world.context_rank, size, weighs_steps=weighs_steps)

@@ -83,7 +83,8 @@ def _announcement_problem(announcement: dict[str, Any], store: ItemStore) -> str
             return f"{name}: announced as {announced.get(name)}, the model has {shape}"
     allowed = {f"{name}.mask" for name in masks_of(item, module)}
     state = {name: store.optimizers.state_shapes(name, tuple(shape)) for name, shape in expected.items()}
-    allowed |= {f"{name}.{key}" for name, keys in state.items() for key in (*keys, REFERENCE)}
+    allowed |= {f"{name}.{key}" for name, keys in state.items() for key in keys}
+    allowed |= {f"{name}.{REFERENCE}" for name in (*expected, *biases)}
     unknown = {name for name in set(announced) - set(expected) - set(biases) - allowed if not is_memory(item, name)}
     if unknown:
         return f"{item}: announced tensors that the model does not have: {', '.join(sorted(unknown))}"

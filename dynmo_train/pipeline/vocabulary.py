@@ -89,8 +89,17 @@ class VocabularyGroups:
         return with_vocabulary_groups(world) if isinstance(family, VocabularyShardedFamily) else world
 
     @classmethod
-    def of(cls, world: World, family: ModelFamily, region: TensorRegion | None = None) -> VocabularyGroups | None:
-        """Return the groups of the processes of a run; None for a family whose tables are whole."""
+    def of(
+        cls, world: World, family: ModelFamily, region: TensorRegion | None = None, *, weighs_steps: bool = False
+    ) -> VocabularyGroups | None:
+        """Return the groups of the processes of a run; None for a family whose tables are whole.
+
+        Args:
+            world: Processes of the run.
+            family: The model.
+            region: Tensor-parallel ranks; None where there is one.
+            weighs_steps: As of ``ContextRegion``.
+        """
         if not isinstance(family, VocabularyShardedFamily):
             return None
         features, parts, sums, rows, gradients, ahead_rows, ahead_gradients = world.groups.vocabulary
@@ -105,7 +114,7 @@ class VocabularyGroups:
             words=(rows, gradients),
             ahead=(ahead_rows, ahead_gradients),
             depths=family.depths,
-            context=context_region(world),
+            context=context_region(world, weighs_steps=weighs_steps),
         )
 
 

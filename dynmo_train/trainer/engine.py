@@ -149,7 +149,7 @@ class Engine:
             ),
             device=world.device,
             replicas=replica_gather(world),
-            context=context_region(world),
+            context=context_region(world, weighs_steps=settings.per_token_loss),
             fused_norms=settings.fused_norms,
             compiling=settings.pipeline.compiled,
             float8=settings.precision.float8,
@@ -292,7 +292,9 @@ class Engine:
                 self.profiler,
                 self.grad_reducer.item_is_final if self.grad_reducer.overlaps else None,
                 self._codec,
-                VocabularyGroups.of(self.world, self.family, self.item_store.sharding.region),
+                VocabularyGroups.of(
+                    self.world, self.family, self.item_store.sharding.region, weighs_steps=self.settings.per_token_loss
+                ),
             )
         return self._pipeline
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -515,10 +516,11 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
     if model.moe_min_capacity and model.num_experts:
         even = config.training.micro_batch_size * model.seq_length * model.moe_router_topk / model.num_experts
         share = min(1.0, max(share, model.moe_min_capacity / even))
-    width = model.hidden_size
+    width = model.num_attention_heads * model.kv_channels
     if model.multi_latent_attention:
-        of_head = (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim) // 2
-        width = model.num_attention_heads * of_head
+        of_head = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+        width = model.num_attention_heads * of_head // 2
+    capacity = config.depth.mod_capacity
 
     # Two or three batch sizes and sample lengths occur in a run, and each step asks.
     @cache
@@ -531,6 +533,7 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
             tokens=tokens,
             experts=model.num_experts or 1,
             active=share * model.moe_router_topk if model.num_experts else 1,
+            routed=1 if capacity is None else max(1, math.ceil(capacity * tokens)) / tokens,
         )
 
     return count

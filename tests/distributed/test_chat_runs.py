@@ -112,3 +112,17 @@ def test_loss_per_token_does_not_depend_on_microbatches_and_replicas(data, tmp_p
         train(None, tmp_path / name, workers, *flags, "--calculate-per-token-loss", **own)
         for step, (loss, norm) in figures(tmp_path / name).items():
             assert (loss, norm) == pytest.approx(expected[step], rel=2e-4), name
+
+
+@pytest.mark.parametrize("shards", [None, "2"])
+def test_depths_have_the_loss_per_token_on_context_ranks(data, tmp_path, shards):
+    flags = ("--sft", "--no-sft-packing", "--data-path", str(data), "--attention-dropout", "0", "--hidden-dropout", "0")
+    flags += ("--calculate-per-token-loss", "--position-embedding-type", "rotary")
+    flags += ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "1")
+    options = OPTIONS | {"train_iters": "3", "eval_interval": "3", "vocabulary_parallel": shards}
+    train(None, tmp_path / "whole", 1, *flags, **options, micro_batch_size="8")
+    layout = {"context_parallel_size": "2", "data_parallel_size": None, "micro_batch_size": "2"}
+    train(None, tmp_path / "context", 2, *flags, **options, **layout)
+    expected = figures(tmp_path / "whole")
+    for step, (loss, norm) in figures(tmp_path / "context").items():
+        assert (loss, norm) == pytest.approx(expected[step], rel=2e-4)

@@ -34,6 +34,10 @@ TECHNIQUES = {
         "freeze_tolerance": "0.9",
         "freeze_patience": "1",
     },
+    "adaptive freezing with biases of experts": {
+        **{"freeze_interval": "1", "freeze_window": "2", "freeze_tolerance": "0.9", "freeze_patience": "2"},
+        **{"num_experts": "4", "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": "0.1"},
+    },
     "sparse": {"sparse_attention_buckets": "4", "sparse_attention_block": "8"},
 }
 
@@ -47,7 +51,7 @@ def data(tmp_path_factory):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_resume_on_other_workers_has_the_same_bits(data, tmp_path, technique, monkeypatch, capsys):
     options = SHORT | TECHNIQUES[technique]
-    if technique == "adaptive freezing":
+    if technique.startswith("adaptive freezing"):
         monkeypatch.delitem(OPTIONS, "freeze-schedule")
     if "sparse_table" in options:
         options["sparse_table"] = str(tmp_path / "table.json")
@@ -56,6 +60,7 @@ def test_resume_on_other_workers_has_the_same_bits(data, tmp_path, technique, mo
         "sparse": ("--sparse-attention",),
         "biases of experts": ("--moe-router-enable-expert-bias",),
         "adaptive freezing": ("--freeze-adaptive",),
+        "adaptive freezing with biases of experts": ("--freeze-adaptive", "--moe-router-enable-expert-bias"),
         "blocks, balanced experts and a cached front": ("--untie-embeddings-and-output-weights",),
     }
     extra = flags.get(technique, ())
@@ -63,6 +68,8 @@ def test_resume_on_other_workers_has_the_same_bits(data, tmp_path, technique, mo
     train(data, tmp_path / "part", 2, *extra, **options, exit_interval="5")
     options.pop("sparse_table", None)  # the checkpoint has it
     train(data, tmp_path / "part", 1, *extra, **options, load=str(tmp_path / "part"))
+    if "biases" in technique and "adaptive" in technique:
+        assert any(name.endswith(".expert_bias.reference") for name in tensors(tmp_path / "part", 5))
     assert figures(tmp_path / "part") == figures(tmp_path / "whole")
     assert tensors(tmp_path / "part", 12) == tensors(tmp_path / "whole", 12)
     step = tmp_path / "part" / "checkpoints" / "step-00000012"

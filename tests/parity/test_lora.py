@@ -103,3 +103,4 @@ def test_targets_are_in_the_order_of_the_model():
     assert targets_of("v_proj, q_proj,v_proj", gated=True, experts=False) == ("q_proj", "v_proj")
     assert targets_of("all", gated=False, experts=False) == ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "down_proj")
     assert targets_of("all", gated=True, experts=True) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert targets_of("all", gated=True, experts=True, latent=True) == ("o_proj",)

@@ -85,10 +85,12 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
 
 def _depend_on_microbatch(config: Config) -> list[str]:
     """The flags that let a sample's activations depend on the other samples of its microbatch."""
-    model = config.model
+    model, precision = config.model, config.precision
     flags = {
         "--mod-capacity": config.depth.mod_capacity is not None,
         "--early-exit-layers": config.exits.early_exit_layers is not None,
+        # One scale for the tensor of a microbatch; others are of a row.
+        "--fp8-recipe tensorwise": precision.uses_float8 and precision.fp8_recipe == "tensorwise",
     }
     if model.num_experts is not None:
         flags["--moe-expert-capacity-factor"] = model.moe_expert_capacity_factor is not None

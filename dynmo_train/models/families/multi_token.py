@@ -184,12 +184,13 @@ def tokens_ahead(
     further = depth + 1
     if context is None:
         return ahead(labels_BT, depth), ahead(labels_BT, further), ahead(counts_BT, further)
-    labels_BS, counts_BS = context.gather_tokens(labels_BT), context.gather_tokens(counts_BT)
-    # Weights of the mean over all tokens, times the number of ranks: the step takes the mean over the ranks.
-    counts_BS = (ahead(counts_BS, further) > 0).float()
-    weights_BS = context.size * counts_BS / counts_BS.sum().clamp(min=1.0)
+    labels_BS, counts_BS = context.gather_tokens(labels_BT), ahead(context.gather_tokens(counts_BT), further)
+    if not (context.weighs_steps and counts_BS.is_floating_point()):
+        # Weights of the mean over all tokens, times the number of ranks: the step takes the mean over the ranks.
+        counts_BS = (counts_BS > 0).float()
+        counts_BS = context.size * counts_BS / counts_BS.sum().clamp(min=1.0)
     ids, following, weights = (
-        context.cut(each, 1) for each in (ahead(labels_BS, depth), ahead(labels_BS, further), weights_BS)
+        context.cut(each, 1) for each in (ahead(labels_BS, depth), ahead(labels_BS, further), counts_BS)
     )
     return ids, following, weights
 

@@ -580,8 +580,8 @@ def state_reader(
         parameters = parameters_of(item, module)
         fresh = [name for name in parameters if is_adapter(name) and not checkpoint.has(name)]
         names = [name for name in parameters if name not in fresh]
-        to_load = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
-        to_load += [*expert_biases_of(item, module), *filter(checkpoint.has, (f"{n}.{REFERENCE}" for n in names))]
+        to_load = [*names, *expert_biases_of(item, module)]
+        to_load += filter(checkpoint.has, [*(f"{n}.{REFERENCE}" for n in to_load), *(f"{n}.mask" for n in names)])
         stored_as = store.sharding.stored_name
         trained = {name: steps[key] for name in names if (key := checkpoint.stored_name(stored_as(name))) in steps}
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

@@ -28,12 +28,14 @@ from ...dynamics.freezing import frozen_items, weights_tied_to
 from ...formats.plan import initial_plan, write_plan
 from ...formats.profile import Layout, ModelInfo, WorkerInfo, append_record, header_record
 from ...launch.find_command import program_path
+from ...models.families.vocabulary_family import VocabularyShardedFamily
 from ...models.layer_list import ModelFamily, parameters_of
+from ...models.lora import LoraFamily
 from ...models.registry import family_of
 from ...models.sharding import experts_of
 from ...optim.optimizers.registry import optimizer_settings
 from ...pipeline.expert_migration import experts_by_item
-from ..monitoring.profile_writer import describe_copies, describe_items, describe_shards
+from ..monitoring.profile_writer import FLOAT_BYTES, describe_copies, describe_items, describe_shards
 from ..settings_from_config import analytic_keys_of, engine_settings, flops_counter, initial_partition
 from .item_memory import ItemMemory
 from .peak_memory import copies_of_worker, item_memories, shard_share, worker_peaks
@@ -228,23 +230,31 @@ def dry_run(config: Config, device: str) -> DryRunReport:
     memories = item_memories(config, family, boundary)
     header = profile_header_of_run(config, family, memories)
     simulation = _simulate(header, config, family, device)
-    total, local_counts = 0, {}
+    total, local_counts, untrained_counts = 0, {}, {}
+    front = _front_under_adapters(family)
     for item in family.items:
         counts = parameters_of(item.name, family.build(item.name, torch.device("meta")))
         total += sum(parameter.numel() for name, parameter in counts.items() if name not in family.ties)
-        local_counts[item.name] = next(each["param_count"] for each in header["items"] if each["name"] == item.name)
+        info = next(each for each in header["items"] if each["name"] == item.name)
+        local_counts[item.name] = info["param_count"]
+        if item.name not in front:
+            untrained_counts[item.name] = info["param_count"] - info["gradient_bytes"] // FLOAT_BYTES
     workers = parallel.pipeline_model_parallel_size
     # The header has the sizes of one tensor-parallel rank.
     total += shard_share(header, 0, 1)["param_count"] * parallel.tensor_model_parallel_size
-    shards = [shard_share(header, worker, workers)["param_count"] for worker in range(workers)]
+    of_shards = [shard_share(header, worker, workers) for worker in range(workers)]
+    shards = [each["param_count"] for each in of_shards]
     stages = simulation.get("stages") or [{"worker": 0, "items": list(local_counts)}]
     by_worker = _sums_by_worker(shards, stages, local_counts)
+    without_gradients = [each["param_count"] - each["gradient_bytes"] // FLOAT_BYTES for each in of_shards]
+    untrained = _sums_by_worker(without_gradients, stages, untrained_counts)
 
     def sent_after(step: int) -> int:
-        frozen = _sums_by_worker([0] * workers, stages, _frozen_counts(config, family, step))
+        counts = {name: local_counts[name] for name in front} or _frozen_counts(config, family, step)
+        frozen = _sums_by_worker([0] * workers, stages, counts)
         itemsize = boundary.dtype.itemsize
-        pairs = zip(by_worker, frozen, strict=True)
-        return max(replica_bytes(config, whole, itemsize, num_frozen) for whole, num_frozen in pairs)
+        of_workers = zip(by_worker, frozen, untrained, strict=True)
+        return max(replica_bytes(config, whole, itemsize, *without) for whole, *without in of_workers)
 
     schedule = () if config.freezing.freeze_adaptive else config.freezing.freeze_steps
     return DryRunReport(
@@ -270,6 +280,12 @@ def _sums_by_worker(begin: Sequence[int], stages: Sequence[Mapping[str, Any]], c
     for stage in stages:
         sums[stage["worker"]] += sum(counts.get(name, 0) for name in stage["items"])
     return sums
+
+
+def _front_under_adapters(family: ModelFamily) -> tuple[str, ...]:
+    """The items before the first adapter; none in a model without adapters."""
+    base = family.base if isinstance(family, VocabularyShardedFamily) else family
+    return base.frozen_front if isinstance(base, LoraFamily) else ()
 
 
 def _frozen_counts(config: Config, family: ModelFamily, step: int) -> dict[str, int]:

@@ -280,6 +280,10 @@ CASES = {
         {"freeze_cache_activations": 8, "freeze_adaptive": True, "freeze_tied": True, "mod_capacity": 0.5},
         "--freeze-cache-activations",
     ),
+    "cache and one scale of a microbatch": (
+        {"freeze_cache_activations": 8, "freeze_schedule": "1:1", "freeze_tied": True, "fp8": True, "bf16": True},
+        "--freeze-cache-activations",
+    ),
     "cache and sinkhorn": (
         {
             **EXPERTS,

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
-from dynmo_train.dynamics.plasticity import PlasticityRule, PlasticityTrace, observe, similarity_distance, slope
+from dynmo_train.dynamics.plasticity import (
+    AdaptiveFreezing,
+    PlasticityRule,
+    PlasticityTrace,
+    observe,
+    similarity_distance,
+    slope,
+)
+from dynmo_train.models.layer_list import output_of
+from dynmo_train.models.registry import family_of
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.process_groups import Groups, World
 from dynmo_train.pipeline.frozen_cache import FrozenPrefixCache, sample_hashes
+from dynmo_train.pipeline.partition import uniform_partition
+from dynmo_train.trainer.engine import Engine
+from dynmo_train.trainer.settings_from_config import engine_settings
+from tests.distributed.option_runs import batch, resolved
+from tests.unit.dynmo_train.config.small_config import SMALL
 
 RULE = PlasticityRule(interval=10, window=3, tolerance=0.2, patience=2, max_layers=1)
 
@@ -58,3 +76,50 @@ def test_sample_hashes_depend_on_all_inputs_except_labels():
     assert keys[0] == keys[2] != keys[1]
     other = sample_hashes({"ids": ids, "types": torch.tensor([[0, 0], [0, 0], [0, 1]])}).tolist()
     assert other[0] != other[2]
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    groups = Groups(pipeline=dist.group.WORLD)
+    yield World(rank=0, size=1, device=torch.device("cpu"), host="here", dims=ParallelDims(), groups=groups)
+    dist.destroy_process_group()
+
+
+def test_reference_copy_has_the_biases_of_its_experts(world):
+    """With a learning rate of nearly 0 the biases of experts alone change what a layer computes."""
+    options = {"global_batch_size": 4, "lr": 1e-30, "min_lr": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    options |= {"num_experts": 4, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    options |= {"moe_router_bias_update_rate": 0.3, "freeze_adaptive": True, "freeze_interval": 1, "freeze_window": 9}
+    config = resolved(SMALL | options | {"pipeline_model_parallel_size": 1})
+    family = family_of(config)
+    engine = Engine(family, engine_settings(config), uniform_partition(family.items, 1), world)
+    engine.build()
+    [freezing] = [each for each in engine.techniques if isinstance(each, AdaptiveFreezing)]
+    name, inputs, biases, expected = "layers.0.mlp", [], [], []
+    module = engine.item_store.modules[name]
+    for step in (1, 2, 3):
+        first = []
+        hook = module.register_forward_pre_hook(
+            lambda _module, arguments, first=first: first.append(arguments[0].detach())
+        )
+        engine.train_step(batch(config, step), sampled=False)
+        hook.remove()
+        inputs.append(first[0])
+        biases.append(module.router.expert_bias.clone())
+        engine.after_step(step)
+    assert not torch.equal(biases[1], biases[0])
+    module.eval()
+    for step in range(3):
+        outputs = []
+        for bias in (biases[step], biases[0]):
+            module.router.expert_bias.copy_(bias)
+            outputs.append(output_of(module(inputs[step])).detach())
+        expected.append(float(similarity_distance(*outputs)))
+    assert freezing.trace.values == pytest.approx(expected)
+    assert max(expected) > 1e-6
+    # The copy moves and is saved with the item.
+    stored = engine.item_store.export(name)
+    module.router.expert_bias.zero_()
+    engine.item_store.load_state(name, stored)
+    assert torch.equal(engine.item_store.extras[name][f"{name}.router.expert_bias.reference"], biases[0])

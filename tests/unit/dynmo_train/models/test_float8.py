@@ -68,6 +68,16 @@ def test_float8_recipes_differ():
     assert torch.equal(results[-1][2], exact[2])  # weight gradients in the compute dtype
 
 
+@pytest.mark.parametrize("settings", RECIPES, ids=lambda each: f"{each.recipe}-{each.form}")
+def test_one_scale_of_a_tensor_lets_samples_depend_on_others(settings):
+    """The rule over the cache of activations by sample, which refuses this recipe alone."""
+    generator = torch.Generator().manual_seed(0)
+    own, weight = (torch.randn(rows, 32, generator=generator).bfloat16() for rows in (16, 48))
+    product = Float8Product(settings, emulate=True)
+    found = [product(torch.cat([own, factor * own]), weight)[:16] for factor in (1, 77)]
+    assert torch.equal(*found) == (settings.recipe != "tensorwise")
+
+
 def test_float8_layer_equals_that_of_torchao():
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear

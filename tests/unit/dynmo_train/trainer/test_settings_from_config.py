@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import dynmo_train.formats.plan as plans
 from dynmo_train.config import DefaultContext, config_of
@@ -126,6 +129,42 @@ def test_model_flops_of_a_window_count_its_keys_only():
     whole, wide, narrow = (model_flops(attention_window=window) for window in (None, 64, 8))
     assert wide == whole
     assert whole - narrow == 32 * 12 * layers * (32 - 8) * width
+
+
+def counted_flops(config, tokens):
+    """Three times what torch counts in the forward of the blocks, and what the run states for the model."""
+    family, device = family_of(config), torch.device("cpu")
+    blocks = [family.build(item.name, device).train() for item in family.items if item.layer.startswith("layers.")]
+    x = torch.randn(1, tokens, config.model.hidden_size)
+    # The other kernels of attention on CPUs are not counted.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        for block in blocks:
+            block(x)
+    return 3 * counted.get_total_flops(), flops_counter(config, family)(1, tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_channels": 4},
+        {"kv_channels": 24},
+        {"family": "llama", "kv_channels": 24, "num_query_groups": 2},
+        {"mod_capacity": 0.25, "mod_every": 2},
+        {"mod_capacity": 0.3, "mod_every": 1, "kv_channels": 24},
+    ],
+)
+def test_model_flops_grow_by_what_torch_counts(options):
+    plain = SMALL | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "family": options.get("family", "gpt")}
+    (by_torch, ours), (more_by_torch, more) = (counted_flops(config_of(**plain | each), 32) for each in ({}, options))
+    assert more - ours == more_by_torch - by_torch != 0
+
+
+def test_model_flops_of_latents_have_the_mean_of_both_widths():
+    latent = {"family": "llama", "multi_latent_attention": True, "kv_lora_rank": 8, "qk_pos_emb_head_dim": 4}
+    odd, even = (model_flops(**latent, qk_head_dim=8, v_head_dim=width) for width in (7, 8))
+    heads, layers, hidden = SMALL["num_attention_heads"], SMALL["num_layers"], SMALL["hidden_size"]
+    # A value more in each head: half of it in the two products, a row of the up and a column of the output projection.
+    assert even - odd == 32 * layers * heads * (12 * 32 // 2 + 6 * (8 + hidden))
 
 
 def test_windows_of_some_layers_are_those_of_their_items():

@@ -55,6 +55,21 @@ def test_context_ranks_predict_the_tokens_of_the_whole_sample(monkeypatch, size,
     assert not total[:, TOKENS - depth - 1 :].any()
 
 
+def test_context_ranks_keep_the_weights_of_a_step(monkeypatch):
+    labels = torch.arange(2 * TOKENS).view(2, TOKENS)
+    # By the loss per token: a microbatch with few tokens that count does not weigh more.
+    weights = 0.01 * (labels % 3 > 0)
+    found = torch.zeros(2, TOKENS)
+    for rank in range(2):
+        region = ContextRegion(None, rank, 2, weighs_steps=True)
+        wholes = iter([labels, weights])
+        monkeypatch.setattr(region, "gather_tokens", lambda _x, wholes=wholes: next(wholes))
+        places = region.cut(torch.arange(TOKENS), 0)
+        found[:, places] = tokens_ahead(region.cut(labels, 1), region.cut(weights, 1), 0, region)[2]
+    assert torch.equal(found[:, :-1], weights[:, 1:])
+    assert not found[:, -1].any()
+
+
 def test_gathered_tokens_are_in_the_order_of_the_sample(monkeypatch):
     whole = torch.arange(2 * TOKENS).view(2, TOKENS)
 

@@ -69,6 +69,28 @@ def test_dry_run_of_a_freeze_schedule_leaves_out_gradients_of_the_front():
     assert report(freeze_schedule="0:2").replica_bytes == first.replica_bytes
 
 
+@pytest.mark.parametrize("options", [{}, {"untie_embeddings_and_output_weights": True, "vocabulary_parallel": 2}])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_dry_run_of_adapters_sums_their_gradients_alone(stage, options):
+    size = 4 * SMALL["micro_batch_size"]  # two microbatches
+    changes = {"pipeline_model_parallel_size": 1, "global_batch_size": size, "zero_stage": stage, **options}
+    plain, adapted = (
+        dry_run(config_of(DefaultContext(world_size=2), **SMALL | changes | more), "cpu")
+        for more in ({}, {"lora_rank": 3, "lora_target_modules": "fc1"})
+    )
+    hidden, layers = SMALL["hidden_size"], SMALL["num_layers"]
+    adapters = layers * 3 * (hidden + 4 * hidden)
+    assert adapted.parameters - plain.parameters == adapters
+    gathered = {0: 0, 2: adapted.parameters_per_worker, 3: 2 * 2 * adapted.parameters_per_worker}[stage]
+    if stage == 3:
+        # No backward passes through the first attention and what is before it.
+        attention = 4 * hidden * hidden + 6 * hidden
+        tables = SMALL["seq_length"] * hidden + (0 if options else 1024 * hidden)
+        gathered -= 2 * (tables + attention)
+    # An all-reduce, or a reduce-scatter for each microbatch.
+    assert adapted.replica_bytes == (4 * gathered + 4 * 2 * adapters) // 2
+
+
 def test_replica_bytes_of_hybrid_sharding_are_within_shards_and_one_sum():
     within = (2 + 4 * MICROBATCHES) * 3 / 4
     assert sent(zero_stage=2, hsdp=2) == pytest.approx(within + 4 / 4)
