@@ -206,6 +206,8 @@ class WordParser:
         following = self.text[self.at + 1 : self.at + 2]
         if following in ("'", '"') and not is_quoted:
             self.place().refuse(f"$ before a quote is not interpreted; use {following} alone")
+        if following == "[":
+            self.place().refuse("$[EXPRESSION] is not interpreted; write $((EXPRESSION))")
         return bool(following) and (following in "{(" or _PARAMETER.match(following) is not None)
 
     def expansion(self, *, is_quoted: bool) -> Parameter | Arithmetic | Substitution:
