@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..._common.errors import UsageError
 from ..published_scripts import find
-from .program_words import converter_words, harness_words
+from .program_words import converter_words, decoder_words, harness_words
 
 OWN_PROGRAMS = ("dynmo-train", "dynmo-prep", "dynmo-plan", "dynmo-ckpt")
 # Programs of Megatron that this project has no model or command for.
@@ -479,6 +479,8 @@ def _command_words(name: str, equivalent: str, arguments: list[str], notes: list
         return ["dynmo-train", "evaluate", "lm-eval"], harness_words(arguments, notes)
     if name.startswith("convert_megatron_"):
         return equivalent.split(), converter_words(arguments, notes)
+    if name == "pretrain_gpt.py":
+        return equivalent.split(), decoder_words(arguments, notes)
     if name in ENCODER_PROGRAMS:
         return equivalent.split(), _with_fused_activation(arguments, notes)
     return equivalent.split(), arguments

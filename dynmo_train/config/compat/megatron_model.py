@@ -224,10 +224,13 @@ def _layer_types(command: Combination, text: str) -> list[str]:
 
 
 def _rotation(command: Combination, _family: str) -> None:
-    """YaRN of GPT-OSS and of ``--position-embedding-type yarn``; interpolated positions."""
+    """YaRN and the router's bias of GPT-OSS; YaRN of ``--position-embedding-type yarn``; interpolated positions."""
     others, flag = command.others, "--rotary-seq-len-interpolation-factor"
     if "--enable-gpt-oss" in command.found:
         command.arguments += GPT_OSS_ROTATION
+        has_bias = "--num-experts" in others and "--disable-bias-linear" not in command.found
+        if has_bias and {"--moe-router-bias", "--no-moe-router-bias"}.isdisjoint(others):
+            command.arguments.append("--moe-router-bias")
     elif others.get("--position-embedding-type") == "yarn" and "--multi-latent-attention" not in others:
         # In Megatron-LM the type of the positions decides, where attention has no latent.
         command.arguments += ["--rope-type", "yarn"]

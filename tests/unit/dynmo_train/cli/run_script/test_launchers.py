@@ -290,3 +290,20 @@ def test_encoders_of_megatron_have_the_function_of_its_fused_kernel(family):
 def test_relative_positions_of_megatron_are_refused():
     words = ["python", "pretrain_t5.py", "--position-embedding-type", "relative"]
     assert "use learned" in translate_program(words, "", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "has_bias"),
+    [
+        ("--num-experts 8", True),
+        ("--num-experts=8 --swiglu", True),
+        ("--num-experts 8 --disable-bias-linear", False),
+        ("--num-experts 8 --topk 1 --deepspeed", False),
+        ("--num-experts 8 --no-moe-router-bias", False),
+        ("--num-layers 2", False),
+    ],
+)
+def test_router_of_megatron_has_a_bias_where_layers_have(options, has_bias, tmp_path):
+    (step,) = interpret_script(f"python pretrain_gpt.py {options}", "script.sh", [], {}, tmp_path).steps
+    assert ("--moe-router-bias" in step.words) == has_bias
+    assert list(step.words[-len(options.split()) :]) == options.split()
