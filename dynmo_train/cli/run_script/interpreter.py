@@ -428,6 +428,9 @@ class Interpreter(BuiltIns):
         name, arguments = words[0], words[1:]
         if not name.startswith("--"):
             self.started = None
+        separator = prefix.get("IFS", " ")
+        if isinstance(separator, list) or separator.strip():
+            place.refuse(f"IFS before {name} is not interpreted: words are split at blanks; use tr, or write the words")
         is_last = False
         while name in ("command", "builtin", "exec") and arguments and not arguments[0].startswith("-"):
             is_last = is_last or name == "exec"

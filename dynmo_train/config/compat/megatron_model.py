@@ -40,7 +40,7 @@ COMBINED_FLAGS: Mapping[str, CompatFlag] = {
     "--window-size": becomes("--attention-window", values=1, reason="of LEFT,0 is LEFT + 1 tokens"),
     "--window-attn-skip-freq": becomes("--layer-types", values=1, reason="2 is sliding,full"),
     "--group-query-attention": becomes("--num-query-groups", "1", reason="where their number is not given"),
-    "--no-position-embedding": ignored("implied by rotary embeddings; refused with learned ones", 0, "gpt", "llama"),
+    "--no-position-embedding": ignored("implied by rotary embeddings", 0, "llama", "gpt"),
     "--enable-gpt-oss": becomes(*GPT_OSS_ROTATION),
     "--rotary-seq-len-interpolation-factor": becomes("--rotary-scaling", values=1, reason="of type linear"),
     "--expert-interval": becomes("--moe-layer-freq", values=1, reason="2 is [0,1] for each pair of blocks"),

@@ -194,3 +194,9 @@ def test_missing_positions_are_not_replaced_by_learned_ones():
     assert model_of("--no-position-embedding", "llama").position_embedding_type == "rotary"
     words = shlex.split("--no-position-embedding --group-query-attention")
     assert len(translate(words, "bert", declared("bert")).problems) == 2
+
+
+@pytest.mark.parametrize(("words", "has_bias"), [("", True), ("--disable-bias-linear", False)])
+def test_router_of_gpt_oss_has_a_bias_where_layers_have(words, has_bias):
+    assert model_of(f"--enable-gpt-oss --num-experts 4 {words}").moe_router_bias == has_bias
+    assert not model_of(f"--enable-gpt-oss {words}").moe_router_bias
