@@ -276,6 +276,8 @@ class Expander:
         """``%``, ``#``, ``/``, substrings and case."""
         operator = part.operator
         if operator in (",,", ",", "^^", "^"):
+            if self.string(part.operands[0], part.place):
+                part.place.refuse(f"{operator} with a pattern is not interpreted; use ${{{part.name}{operator}}}")
             change = str.lower if "," in operator else str.upper
             return change(text) if len(operator) == 2 else change(text[:1]) + text[1:]
         if operator == ":":

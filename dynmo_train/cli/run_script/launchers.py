@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..._common.errors import UsageError
 from ..published_scripts import find
+from .program_words import RefusedProgram as _Refused
 from .program_words import converter_words, decoder_words, harness_words
 
 OWN_PROGRAMS = ("dynmo-train", "dynmo-prep", "dynmo-plan", "dynmo-ckpt")
@@ -82,10 +82,6 @@ class Launch:
     address: str | None = None
     port: str | None = None
     scheduler: str = ""
-
-
-class _Refused(UsageError):
-    """A word of a launcher is not supported."""
 
 
 # Option to what it sets: an attribute of Launch, ``=OPTION`` of launch, or ``no effect``; and its number of values.

@@ -5,7 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from ..._common.errors import UsageError
 from ...config.compat.translate import is_flag, values_after
+
+
+class RefusedProgram(UsageError):
+    """A word of a launcher or program is not supported."""
+
 
 # Flags of models whose router has no bias: those without biases, and those of Megatron-DeepSpeed's gate.
 _WITHOUT_ROUTER_BIAS = frozenset(
@@ -24,8 +30,15 @@ def decoder_words(arguments: list[str], notes: list[str]) -> list[str]:
     Args:
         arguments: arguments of the program.
         notes: notes for the user, which this extends.
+
+    Raises:
+        RefusedProgram: latents that are not normalized.
     """
     names = {word.partition("=")[0] for word in arguments}
+    if "--multi-latent-attention" in names and "--qk-layernorm" not in names:
+        raise RefusedProgram(
+            "without --qk-layernorm the latents of --multi-latent-attention have no norms: not supported; add it"
+        )
     if "--num-experts" not in names or names & _WITHOUT_ROUTER_BIAS:
         return arguments
     notes.append("--moe-router-bias: the router of Megatron-LM has a bias without --disable-bias-linear")

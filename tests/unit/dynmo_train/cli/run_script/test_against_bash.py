@@ -141,6 +141,7 @@ def test_words_are_those_of_bash(name, tmp_path):
         ("printf -v N '%02d' 3; dynmo-prep $N", "printf has no format, or an option"),
         ("dynmo-prep $(printf '%.2f' 1.5)", "more than %s and %d"),
         ("IFS=, read -ra A <<< a,b; dynmo-prep ${A[@]}", "IFS before read is not interpreted"),
+        ("A=hello; dynmo-prep ${A^^[he]}", "^^ with a pattern is not interpreted"),
         ("dynmo-prep $[1+2]", "write $((EXPRESSION))"),
         ("dynmo-prep {1..99999}", "more than 20,000 words"),
         ("dynmo-prep {1..999}{1..999}", "more than 20,000 words"),

@@ -307,3 +307,11 @@ def test_router_of_megatron_has_a_bias_where_layers_have(options, has_bias, tmp_
     (step,) = interpret_script(f"python pretrain_gpt.py {options}", "script.sh", [], {}, tmp_path).steps
     assert ("--moe-router-bias" in step.words) == has_bias
     assert list(step.words[-len(options.split()) :]) == options.split()
+
+
+def test_latents_without_norms_are_refused(tmp_path):
+    text = "python pretrain_gpt.py --multi-latent-attention"
+    with pytest.raises(UsageError, match="add it"):
+        interpret_script(text, "script.sh", [], {}, tmp_path)
+    (step,) = interpret_script(f"{text} --qk-layernorm", "script.sh", [], {}, tmp_path).steps
+    assert step.words[-2:] == ("--multi-latent-attention", "--qk-layernorm")
