@@ -18,7 +18,7 @@ def brace_words(word: Word, place: Place) -> list[Word]:
     """The words that the braces of a word become; the word itself without any.
 
     Args:
-        word: a parsed word; quoted text and expansions are no braces.
+        word: a parsed word; quoted text and expansions are not examined.
         place: line of the script, for messages.
 
     Raises:
@@ -76,7 +76,7 @@ def _alternatives(atoms: _Atoms, start: int, place: Place) -> tuple[list[_Atoms]
 
 
 def _range(text: str, place: Place) -> list[str] | None:
-    """The words of ``{FIRST..LAST}`` or ``{FIRST..LAST..STEP}``; None for other text."""
+    """The texts of ``{FIRST..LAST}`` or ``{FIRST..LAST..STEP}``; None for other text."""
     if letters := _LETTERS.fullmatch(text):
         first, last = ord(letters[1]), ord(letters[2])
         step = 1 if last >= first else -1
