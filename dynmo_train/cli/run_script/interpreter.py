@@ -424,7 +424,11 @@ class Interpreter(BuiltIns):
         redirections: Sequence[Redirection],
         place: Place,
     ) -> None:
-        """Run a function, a built-in, a text command or a program."""
+        """Run a function, a built-in, a text command or a program.
+
+        Raises:
+            ExitScript: the command is ``exec``, whose program replaces the script.
+        """
         name, arguments = words[0], words[1:]
         if not name.startswith("--"):
             self.started = None
