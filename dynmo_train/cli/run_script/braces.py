@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from .syntax import Part, Place, Text, Word
 
-MAX_WORDS = 20_000
+MAX_WORDS, MAX_STEPS = 20_000, 1 << 21
 _NUMBERS = re.compile(r"\{(-?\d{1,9})\.\.(-?\d{1,9})(?:\.\.(-?\d{1,9}))?\}")
 _LETTERS = re.compile(r"\{([A-Za-z])\.\.([A-Za-z])\}")
 # A word is a list of characters, which are literal and unquoted, and of parts, which are not examined.
@@ -30,34 +30,48 @@ def brace_words(word: Word, place: Place) -> list[Word]:
     for part in word:
         atoms += part.text if isinstance(part, Text) and not part.is_quoted else [part]
     found: list[Word] = []
-    for expanded in _expanded(atoms, place):
+    for expanded in _expanded(atoms, place, _Budget(MAX_STEPS, place)):
         found.append(_joined(expanded))
         if len(found) > MAX_WORDS:
             place.refuse(f"the braces become more than {MAX_WORDS:,} words; write fewer")
     return found
 
 
-def _expanded(atoms: _Atoms, place: Place) -> Iterator[_Atoms]:
+class _Budget:
+    """Characters that may be examined and copied: text of many braces takes exponential time."""
+
+    def __init__(self, steps: int, place: Place) -> None:
+        self.steps, self.place = steps, place
+
+    def spend(self, steps: int) -> None:
+        self.steps -= steps
+        if self.steps < 0:
+            self.place.refuse(f"the braces take more than {MAX_STEPS:,} steps; quote the word, or write fewer")
+
+
+def _expanded(atoms: _Atoms, place: Place, budget: _Budget) -> Iterator[_Atoms]:
     """Expand the first braces with a comma or a range, and then what follows them."""
     for start, atom in enumerate(atoms):
         if atom != "{":
             continue
-        found = _alternatives(atoms, start, place)
+        found = _alternatives(atoms, start, place, budget)
         if found is None:
             continue
         choices, end = found
         for choice in choices:
-            for inner in _expanded(choice, place):
-                for rest in _expanded(atoms[end:], place):
+            for inner in _expanded(choice, place, budget):
+                for rest in _expanded(atoms[end:], place, budget):
                     yield [*atoms[:start], *inner, *rest]
         return
+    budget.spend(len(atoms))
     yield atoms
 
 
-def _alternatives(atoms: _Atoms, start: int, place: Place) -> tuple[list[_Atoms], int] | None:
+def _alternatives(atoms: _Atoms, start: int, place: Place, budget: _Budget) -> tuple[list[_Atoms], int] | None:
     """The alternatives of the braces that open at ``start``, and the position after them; None for plain braces."""
     depth, choices, current = 0, list[_Atoms](), _Atoms()
     for at in range(start, len(atoms)):
+        budget.spend(1)
         atom = atoms[at]
         depth += (atom == "{") - (atom == "}")
         if not depth:
