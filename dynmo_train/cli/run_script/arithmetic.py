@@ -48,6 +48,8 @@ class _Evaluation:
     def __init__(self, text: str, variables: MutableMapping[str, str], place: Place, depth: int) -> None:
         self.variables, self.place, self.depth, self.text = variables, place, depth, text
         self.nesting = 0
+        # Number of open operands that are parsed without being evaluated: N of 0 && N++.
+        self.skipped = 0
         self.tokens: list[str] = []
         at = 0
         while text[at:].strip():
@@ -96,7 +98,7 @@ class _Evaluation:
             result = self.assignment()
             if following != "=":
                 result = self.apply(following[0], self.value(name), result)
-            self.variables[name] = str(result)
+            self.store(name, result)
         else:
             result = self.ternary()
         self.nesting -= 1
@@ -106,12 +108,26 @@ class _Evaluation:
         condition = self.binary(0)
         if not self.take("?"):
             return condition
-        first = self.assignment()
+        first = self.skip_if(not condition, self.assignment)
         self.need(":")
-        second = self.assignment()
+        second = self.skip_if(bool(condition), self.assignment)
         return first if condition else second
 
+    def skip_if(self, is_skipped: bool, operand: Callable[[], int]) -> int:
+        """Parse an operand; a skipped one changes no variable and divides by no number."""
+        self.skipped += is_skipped
+        result = operand()
+        self.skipped -= is_skipped
+        return result
+
+    def store(self, name: str, value: int) -> None:
+        """Assign a variable."""
+        if not self.skipped:
+            self.variables[name] = str(value)
+
     def apply(self, symbol: str, left: int, right: int) -> int:
+        if self.skipped:
+            return 0
         if symbol in ("/", "%") and right == 0:
             self.place.refuse(f"{self.text.strip()[:80]!r} divides by zero; check its variables")
         level = next(level for level in _BINARY if symbol in level)
@@ -122,7 +138,8 @@ class _Evaluation:
             return self.power()
         left = self.binary(level + 1)
         while symbol := self.take(*_BINARY[level]):
-            left = self.apply(symbol, left, self.binary(level + 1))
+            is_decided = (symbol == "&&" and not left) or (symbol == "||" and left != 0)
+            left = self.apply(symbol, left, self.skip_if(is_decided, lambda: self.binary(level + 1)))
         return left
 
     def power(self) -> int:
@@ -148,7 +165,7 @@ class _Evaluation:
             signs.append(sign)
         name = self.peek()
         if signs[-1:] in (["++"], ["--"]) and re.fullmatch(r"[A-Za-z_]\w*", name):
-            self.variables[name] = str(_wrapped(self.value(name) + (1 if signs.pop() == "++" else -1)))
+            self.store(name, _wrapped(self.value(name) + (1 if signs.pop() == "++" else -1)))
         result = self.primary()
         for sign in reversed(signs):
             result = -result if sign == "-" else int(not result) if sign == "!" else ~result if sign == "~" else result
@@ -164,7 +181,7 @@ class _Evaluation:
         if re.fullmatch(r"[A-Za-z_]\w*", token):
             result = self.value(token)
             if step := self.take("++", "--"):
-                self.variables[token] = str(_wrapped(result + (1 if step == "++" else -1)))
+                self.store(token, _wrapped(result + (1 if step == "++" else -1)))
             return result
         try:
             # A leading zero is octal in the shell, which surprises: 010 is 8.

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .expansion import MAX_VALUE, Expander, Value, Variables
 from .session import Budget
 from .syntax import Assignment, Place
+
+# Attributes of variables that are refused, and what to write instead.
+_ATTRIBUTES: Mapping[str, str] = {
+    "A": "arrays have whole numbers as subscripts; use case, or one variable for each key",
+    "i": "values are text; assign $((EXPRESSION))",
+    "n": "a variable has no second name; use the variable itself",
+    "l": "values are not changed; use ${NAME,,}",
+    "u": "values are not changed; use ${NAME^^}",
+}
 
 
 class Assignments:
@@ -17,6 +26,8 @@ class Assignments:
     settings: dict[str, str]
     exported: set[str]
     budget: Budget
+    # For each active function, the variables that it has hidden, with their values outside.
+    hidden: list[dict[str, Value | None]]
 
     def value_of(self, assignment: Assignment, place: Place) -> Value:
         """The value of an assignment."""
@@ -70,18 +81,54 @@ class Assignments:
             self.variables.values[name] = value
 
     def declare(self, words: Sequence[str], assignments: Sequence[Assignment], place: Place) -> None:
-        """``export``, ``declare``, ``local`` and ``readonly``; all variables are global."""
-        self.variables.status = 0
-        for assignment in assignments:
-            self.run_assignment(assignment, place)
+        """``export``, ``declare``, ``local`` and ``readonly``; in a function, ``local`` and ``declare`` end with it.
+
+        Raises:
+            ScriptError: an attribute that changes what an assignment means.
+        """
+        options = "".join(word[1:] for word in words[1:] if word[:1] in ("-", "+"))
+        for letter, what in _ATTRIBUTES.items():
+            if letter in options and words[0] != "export":
+                place.refuse(f"{words[0]} -{letter} is not interpreted: {what}")
+        is_local = words[0] == "local" or (words[0] in ("declare", "typeset") and "g" not in options)
         names = [assignment.name for assignment in assignments]
+        for assignment in assignments:
+            # The value may name a variable that it hides: local LR=${LR:-1e-4}.
+            if not is_local or assignment.index:
+                self.run_assignment(assignment, place)
+                continue
+            value = self.value_of(assignment, place)
+            if self.hide(assignment.name) or not assignment.is_appended:
+                self.assign(assignment.name, value, place)
+            else:
+                self.run_assignment(assignment, place)
         for word in words[1:]:
             name, equals, value = word.partition("=")
             if name.isidentifier():
                 names.append(name)
+                is_new = is_local and self.hide(name)
                 if equals:
                     self.assign(name, value, place)
-                elif "-a" in words:
+                elif "a" in options:
                     self.variables.values.setdefault(name, [])
-        if words[0] == "export" or "-x" in words:
+                elif is_new and name not in self.settings:
+                    self.variables.values.pop(name, None)
+        if words[0] == "export" or "x" in options:
             self.exported.update(names)
+        # The status is that of this command, not that of a substitution in a value.
+        self.variables.status = 0
+
+    def hide(self, name: str) -> bool:
+        """Keep the value of a variable that the active function hides; whether it is hidden from now on."""
+        if not self.hidden or name in self.hidden[-1]:
+            return False
+        self.hidden[-1][name] = self.variables.values.get(name)
+        return True
+
+    def end_function(self) -> None:
+        """Restore the variables that a function has hidden."""
+        for name, value in self.hidden.pop().items():
+            if value is None:
+                self.variables.values.pop(name, None)
+            else:
+                self.variables.values[name] = value

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .assignments import Assignments
+from .expansion import Value
 from .parser import parse_script
 from .session import ExitScript, Jump
-from .syntax import Commands, Place
+from .syntax import Command, Commands, Place
 
 BUILT_INS: Mapping[str, str] = {
     ":": "nothing",
@@ -43,10 +44,15 @@ class BuiltIns(Assignments):
     calls: int
     stops_on_error: bool
     scripts: list[str]
+    functions: dict[str, Command]
 
     @abstractmethod
     def run_all(self, commands: Commands) -> None:
         """Run commands."""
+
+    @abstractmethod
+    def run(self, command: Command, stdin: str = "") -> None:
+        """Run one command."""
 
     @abstractmethod
     def note(self, place: Place, text: str) -> None:
@@ -59,6 +65,29 @@ class BuiltIns(Assignments):
     @abstractmethod
     def holds(self, words: Sequence[tuple[str, str, bool]], place: Place, *, has_patterns: bool) -> bool:
         """Whether a condition is true."""
+
+    def call_function(self, name: str, arguments: list[str], prefix: Mapping[str, Value], place: Place) -> None:
+        """Run a function of the script; assignments before its name end with it."""
+        self.calls += 1
+        if self.calls > 20:
+            place.refuse(f"calls of the function {name} are nested too deep; simplify the script")
+        outer, self.variables.arguments = self.variables.arguments, arguments
+        self.hidden.append({})
+        exported = set(self.exported)
+        try:
+            for variable, value in prefix.items():
+                self.hide(variable)
+                self.assign(variable, value, place)
+                self.exported.add(variable)
+            self.run(self.functions[name])
+        except Jump as jump:
+            if jump.kind != "return":
+                raise
+        finally:
+            self.end_function()
+            self.exported -= prefix.keys() - exported
+            self.variables.arguments = outer
+            self.calls -= 1
 
     def do_nothing(self, _name: str, _arguments: list[str], _stdin: str, _place: Place) -> None:
         """``:`` and ``true``."""
@@ -130,10 +159,14 @@ class BuiltIns(Assignments):
         if words:
             self.variables.arguments = words
 
-    def do_unset(self, _name: str, arguments: list[str], _stdin: str, _place: Place) -> None:
+    def do_unset(self, _name: str, arguments: list[str], _stdin: str, place: Place) -> None:
         """``unset``."""
         for name in arguments:
-            if name not in self.settings:
+            if "[" in name:
+                place.refuse(f"unset {name}: single elements are not removed; assign the array without it")
+            if arguments[0] == "-f":
+                self.functions.pop(name, None)
+            elif name not in self.settings:
                 self.variables.values.pop(name, None)
                 self.exported.discard(name)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field
 
 from .arithmetic import evaluate
+from .braces import brace_words
 from .syntax import Arithmetic, Parameter, Place, Placeholder, Substitution, Text, Word
 
 MAX_VALUE = 1 << 20
@@ -152,6 +153,10 @@ class Expander:
 
     def split(self, word: Word, place: Place) -> list[str]:
         """Expand one word to strings."""
+        return [text for one in brace_words(word, place) for text in self.split_one(one, place)]
+
+    def split_one(self, word: Word, place: Place) -> list[str]:
+        """Expand one word without braces to strings."""
         found = _Fields()
         for texts, is_quoted, is_expanded in self.parts(word, place):
             if not is_expanded or is_quoted:
@@ -213,7 +218,9 @@ class Expander:
         if value is None:
             value = self.unset(part)
         texts = value if isinstance(value, list) else [value]
-        if part.operator:
+        if part.operator == ":" and ("@" in (part.name, part.index) or "*" in (part.name, part.index)):
+            texts = self.elements(texts, part)
+        elif part.operator:
             texts = [self.transform(text, part) for text in texts]
         is_joined = "*" in (part.name, part.index) and part.is_quoted
         return [" ".join(texts)] if is_joined else texts
@@ -269,6 +276,8 @@ class Expander:
         """``%``, ``#``, ``/``, substrings and case."""
         operator = part.operator
         if operator in (",,", ",", "^^", "^"):
+            if self.string(part.operands[0], part.place):
+                part.place.refuse(f"{operator} with a pattern is not interpreted; use ${{{part.name}{operator}}}")
             change = str.lower if "," in operator else str.upper
             return change(text) if len(operator) == 2 else change(text[:1]) + text[1:]
         if operator == ":":
@@ -302,6 +311,17 @@ class Expander:
         if part.operator == "/%":
             return text[: -len(old)] + new if count else text
         return text.replace(old, new, count)
+
+    def elements(self, texts: list[str], part: Parameter) -> list[str]:
+        """``${NAME[@]:OFFSET:LENGTH}``; ``${@:OFFSET:LENGTH}`` counts arguments from 1, and 0 is the script."""
+        offset, _, length = self.string(part.operands[0], part.place).partition(":")
+        texts = [self.variables.name, *texts] if part.name in ("@", "*") else texts
+        start = self.integer(offset, part.place)
+        start = len(texts) + start if start < 0 else start
+        count = self.integer(length, part.place) if length else len(texts)
+        if count < 0:
+            part.place.refuse(f"the length {count} of a slice is negative; give the number of elements")
+        return [] if start < 0 else texts[start : start + count]
 
     def substring(self, text: str, part: Parameter) -> str:
         """``${NAME:OFFSET}`` and ``${NAME:OFFSET:LENGTH}``."""

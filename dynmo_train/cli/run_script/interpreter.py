@@ -29,7 +29,6 @@ from .parser import DECLARATIONS, parse_script
 from .published_text import equivalent_of, without_entities
 from .session import (
     IGNORED,
-    MAX_COMMANDS,
     MAX_SCRIPT_BYTES,
     PIPE_SINKS,
     Budget,
@@ -96,6 +95,7 @@ class Interpreter(BuiltIns):
         self.captured: list[str] | None = None
         self.launch: Launch | None = None
         self.stops_on_error = False
+        self.hidden: list[dict[str, Value | None]] = []
         self.conditions = self.calls = 0
         self.scripts = [name]
         # The last command, where it started a program: its words, prefix and input.
@@ -285,12 +285,7 @@ class Interpreter(BuiltIns):
         words = list(self.variables.arguments) if command.words is None else []
         for word in command.words or ():
             for text in self.expander.split(word, command.place):
-                numbers = re.fullmatch(r"\{(-?\d{1,6})\.\.(-?\d{1,6})\}", text)
-                if numbers:
-                    first, last = int(numbers[1]), int(numbers[2])
-                    step = 1 if last >= first else -1
-                    words += map(str, range(first, last + step, step)[: MAX_COMMANDS + 1])
-                elif re.search(r"[*?]|\[.*\]", text):
+                if re.search(r"[*?]|\[.*\]", text):
                     command.place.refuse(f"a loop over the files {text[:80]!r} is not interpreted; write their names")
                 else:
                     words.append(text)
@@ -320,6 +315,7 @@ class Interpreter(BuiltIns):
         inner.variables.arguments = list(self.variables.arguments)
         self.budget.spend("characters", sum(map(len, inner.variables.values.values())), Place(self.scripts[-1], 0))
         inner.exported, inner.functions = set(self.exported), dict(self.functions)
+        inner.hidden = [dict(scope) for scope in self.hidden]
         inner.prepare()
         try:
             inner.run_all(body)
@@ -428,16 +424,25 @@ class Interpreter(BuiltIns):
         redirections: Sequence[Redirection],
         place: Place,
     ) -> None:
-        """Run a function, a built-in, a text command or a program."""
+        """Run a function, a built-in, a text command or a program.
+
+        Raises:
+            ExitScript: the command is ``exec``, whose program replaces the script.
+        """
         name, arguments = words[0], words[1:]
         if not name.startswith("--"):
             self.started = None
+        separator = prefix.get("IFS", " ")
+        if isinstance(separator, list) or separator.strip():
+            place.refuse(f"IFS before {name} is not interpreted: words are split at blanks; use tr, or write the words")
+        is_last = False
         while name in ("command", "builtin", "exec") and arguments and not arguments[0].startswith("-"):
+            is_last = is_last or name == "exec"
             name, *arguments = arguments
         self.variables.status = 0
         built_in = getattr(self, f"do_{BUILT_INS.get(name, '')}", None)
         if name in self.functions:
-            self.call_function(name, arguments, place)
+            self.call_function(name, arguments, prefix, place)
         elif built_in is not None:
             built_in(name, arguments, stdin, place)
         elif (text := self.texts.find(name, arguments)) is not None:
@@ -447,21 +452,8 @@ class Interpreter(BuiltIns):
                 self.note(place, f"{name} is ignored: {IGNORED[name]}")
         else:
             self.start([name, *arguments], prefix, stdin, redirections, place)
-
-    def call_function(self, name: str, arguments: list[str], place: Place) -> None:
-        """Run a function of the script."""
-        self.calls += 1
-        if self.calls > 20:
-            place.refuse(f"calls of the function {name} are nested too deep; simplify the script")
-        outer, self.variables.arguments = self.variables.arguments, arguments
-        try:
-            self.run(self.functions[name])
-        except Jump as jump:
-            if jump.kind != "return":
-                raise
-        finally:
-            self.variables.arguments = outer
-            self.calls -= 1
+        if is_last:
+            raise ExitScript(self.variables.status)
 
     def write(self, text: str, redirections: Sequence[Redirection], place: Place) -> None:
         """Write the output of a text command: to the user, to a substitution, or to a JSON file."""
@@ -557,7 +549,7 @@ class Interpreter(BuiltIns):
         values = {name: value for name, value in self.variables.values.items() if name in self.exported}
         values |= {**prefix, **script.environment}
         inner.variables = Variables(values, list(script.arguments), script.path, settings=self.settings)
-        inner.exported, inner.functions = self.exported | values.keys(), {}
+        inner.exported, inner.functions, inner.hidden = self.exported | values.keys(), {}, []
         inner.stops_on_error, inner.launch = False, script.launch
         inner.root = (*self.root, self.folder / Path(script.path).parent) if script.text is None else self.root
         inner.prepare()

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..._common.errors import UsageError
 from ..published_scripts import find
-from .program_words import converter_words, harness_words
+from .program_words import RefusedProgram as _Refused
+from .program_words import converter_words, decoder_words, harness_words
 
 OWN_PROGRAMS = ("dynmo-train", "dynmo-prep", "dynmo-plan", "dynmo-ckpt")
 # Programs of Megatron that this project has no model or command for.
@@ -65,6 +65,7 @@ class Launch:
         kind: subcommand of ``launch``; empty for one process.
         options: options of the subcommand, in order.
         nproc: processes per node; None without such an option.
+        ntasks: processes of all nodes that srun starts.
         nodes: number of nodes, or MIN:MAX.
         node_rank: rank of this node.
         address: address of the first node.
@@ -75,15 +76,12 @@ class Launch:
     kind: str = ""
     options: list[str] = field(default_factory=list)
     nproc: str | None = None
+    ntasks: str | None = None
     nodes: str | None = None
     node_rank: str | None = None
     address: str | None = None
     port: str | None = None
     scheduler: str = ""
-
-
-class _Refused(UsageError):
-    """A word of a launcher is not supported."""
 
 
 # Option to what it sets: an attribute of Launch, ``=OPTION`` of launch, or ``no effect``; and its number of values.
@@ -128,6 +126,8 @@ SRUN: _Options = {
     "N": ("nodes", 1),
     "nodes": ("nodes", 1),
     "ntasks-per-node": ("tasks", 1),
+    "n": ("ntasks", 1),
+    "ntasks": ("ntasks", 1),
     "gpus-per-node": ("=--gpus", 1),
     "container-image": ("=--image", 1),
     "container-mounts": ("=--mount", 1),
@@ -154,7 +154,7 @@ SRUN: _Options = {
     ),
     **dict.fromkeys(
         (
-            *("n", "ntasks", "G", "gpus", "gres", "mpi", "w", "nodelist", "x", "exclude", "output", "o", "error", "e"),
+            *("G", "gpus", "gres", "mpi", "w", "nodelist", "x", "exclude", "output", "o", "error", "e"),
             *(
                 "export",
                 "cpu-bind",
@@ -475,6 +475,8 @@ def _command_words(name: str, equivalent: str, arguments: list[str], notes: list
         return ["dynmo-train", "evaluate", "lm-eval"], harness_words(arguments, notes)
     if name.startswith("convert_megatron_"):
         return equivalent.split(), converter_words(arguments, notes)
+    if name == "pretrain_gpt.py":
+        return equivalent.split(), decoder_words(arguments, notes)
     if name in ENCODER_PROGRAMS:
         return equivalent.split(), _with_fused_activation(arguments, notes)
     return equivalent.split(), arguments
@@ -537,7 +539,7 @@ def _launcher_words(launch: Launch, variables: Mapping[str, str], notes: list[st
         if launch.nproc is not None and "--num-gpus" not in words:
             words += ["--num-gpus", str(_count(launch.nproc, "the number of processes"))]
         return words
-    nproc = _count(launch.nproc or "1", "the number of processes per node")
+    nproc = _count(launch.nproc or _tasks_per_node(launch, variables), "the number of processes per node")
     if launch.scheduler:
         job = {"slurm": "SLURM_JOB_ID", "lsf": "LSB_JOBID"}[launch.scheduler]
         in_job = ["--in-job"] if variables.get(job, "").isdigit() else []
@@ -558,6 +560,29 @@ def _launcher_words(launch: Launch, variables: Mapping[str, str], notes: list[st
         if value:
             words += [option, value]
     return [*words, *launch.options]
+
+
+def _tasks_per_node(launch: Launch, variables: Mapping[str, str]) -> str:
+    """The processes that srun starts on each node, by its --ntasks or the job's options; without any, 1.
+
+    Raises:
+        _Refused: the number of nodes is unknown, or does not divide that of the processes.
+    """
+    if launch.scheduler != "slurm":
+        return "1"
+    per_node = variables.get("SLURM_NTASKS_PER_NODE", "")
+    if launch.ntasks is None and per_node:
+        return per_node
+    tasks = _count(launch.ntasks or variables.get("SLURM_NTASKS") or "1", "the number of tasks of srun")
+    nodes = launch.nodes or variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES")
+    if tasks == 1:
+        return "1"
+    if nodes is None:
+        raise _Refused(f"srun starts {tasks} tasks on an unknown number of nodes; give --nodes, or --ntasks-per-node")
+    count = _count(nodes, "the number of nodes")
+    if tasks % count:
+        raise _Refused(f"{tasks} tasks are not the same number on each of {count} nodes; give --ntasks-per-node")
+    return str(tasks // count)
 
 
 def _without_options(words: Sequence[str], names: set[str]) -> list[str]:

@@ -274,6 +274,8 @@ class _Parser(WordParser):
                 return Assignment(name, index, is_appended, words)
             if operator or (self.text[self.at] in "<>" and not PLACEHOLDER.match(self.text, self.at)):
                 self.place().refuse(f"{operator or self.text[self.at]} is not interpreted in an array; quote it")
+            if re.compile(r"\[[^\]\s]+\]=").match(self.text, self.at):
+                self.place().refuse(f"subscripts within the array {name} are not interpreted; write its words in order")
             words.append(self.word())
 
     def redirection(self, match: re.Match[str]) -> Redirection:

@@ -1,11 +1,48 @@
-"""Arguments of programs whose equivalents take others: lm-evaluation-harness, and the converter of transformers."""
+"""Arguments of programs whose equivalents take others: harness, converter of transformers, Megatron-LM's experts."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
+from ..._common.errors import UsageError
 from ...config.compat.translate import is_flag, values_after
+
+
+class RefusedProgram(UsageError):
+    """A word of a launcher or program is not supported."""
+
+
+# Flags of models whose router has no bias: those without biases, and those of Megatron-DeepSpeed's gate.
+_WITHOUT_ROUTER_BIAS = frozenset(
+    {
+        *("--disable-bias-linear", "--no-add-bias-linear", "--moe-router-bias", "--no-moe-router-bias", "--deepspeed"),
+        *("--topk", "--expert-interval", "--moe-loss-coeff", "--moe-train-capacity-factor", "--create-moe-param-group"),
+    }
+)
+
+
+def decoder_words(arguments: list[str], notes: list[str]) -> list[str]:
+    """Arguments of Megatron-LM's decoder, whose router has a bias where its linear layers have one.
+
+    Source: ``Router`` of megatron-core, ``transformer/moe/router.py``. Here a router has a bias by its own option.
+
+    Args:
+        arguments: arguments of the program.
+        notes: notes for the user, which this extends.
+
+    Raises:
+        RefusedProgram: latents that are not normalized.
+    """
+    names = {word.partition("=")[0] for word in arguments}
+    if "--multi-latent-attention" in names and "--qk-layernorm" not in names:
+        raise RefusedProgram(
+            "without --qk-layernorm the latents of --multi-latent-attention have no norms: not supported; add it"
+        )
+    if "--num-experts" not in names or names & _WITHOUT_ROUTER_BIAS:
+        return arguments
+    notes.append("--moe-router-bias: the router of Megatron-LM has a bias without --disable-bias-linear")
+    return ["--moe-router-bias", *arguments]
 
 
 def _pairs(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:

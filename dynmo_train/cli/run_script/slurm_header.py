@@ -59,6 +59,9 @@ def slurm_variables(directives: dict[str, str]) -> dict[str, str]:
     found = {name: directives[option] for name, option in _VARIABLES.items() if directives.get(option)}
     if not directives:
         return {}
+    sizes = [directives.get(name, "") for name in ("nodes", "ntasks-per-node")]
+    if all(size.isdecimal() and len(size) < 8 for size in sizes):
+        found.setdefault("SLURM_NTASKS", str(int(sizes[0]) * int(sizes[1])))
     return {"SLURM_JOB_ID": "", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", **found}
 
 

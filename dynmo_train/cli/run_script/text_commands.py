@@ -31,6 +31,11 @@ def _in_lines(texts: Iterable[str], separator: str | None) -> str:
     return "".join(f"{text}\n" for text in texts) if separator is None else f"{separator.join(texts)}\n"
 
 
+def _unescaped(text: str) -> str:
+    """Text in which a backslash with n, t or another one is the character that it stands for."""
+    return re.sub(r"\\([nt\\])", lambda match: {"n": "\n", "t": "\t"}.get(match[1], "\\"), text)
+
+
 def expand_hosts(text: str) -> list[str] | None:
     """The names of a list of hosts of Slurm, such as ``n[01-03,7],login``.
 
@@ -109,23 +114,26 @@ class TextCommands:
     @staticmethod
     def echo(words: Sequence[str], _stdin: str, _place: Place) -> str:
         """``echo``; its options -n, -e and -E."""
-        words, end = list(words), "\n"
+        words, end, has_escapes = list(words), "\n", False
         while words and re.fullmatch(r"-[neE]+", words[0]):
-            end = "" if "n" in words.pop(0) else end
-        return " ".join(words) + end
+            option = words.pop(0)
+            end = "" if "n" in option else end
+            has_escapes = "e" in option or (has_escapes and "E" not in option)
+        text = " ".join(words)
+        return (_unescaped(text) if has_escapes else text) + end
 
     @staticmethod
     def printf(words: Sequence[str], _stdin: str, place: Place) -> str:
-        """``printf`` with %s, %d and padded numbers."""
-        if not words:
-            place.refuse("printf has no format; use echo")
+        """``printf`` with %s, %d and padded numbers; the format is repeated while there are values."""
+        if not words or words[0].startswith("-"):
+            place.refuse("printf has no format, or an option, which is not interpreted; use echo")
         form, *values = words
-        rest = iter(values)
+        rest = list(values)
 
         def convert(match: re.Match[str]) -> str:
             if match[0] == "%%":
                 return "%"
-            value = next(rest, "")
+            value = rest.pop(0) if rest else ""
             if match[3] == "s":
                 return value.ljust(int(match[2] or 0)) if match[1] == "-" else value.rjust(int(match[2] or 0))
             try:
@@ -133,8 +141,15 @@ class TextCommands:
             except ValueError:
                 place.refuse(f"printf: {value[:80]!r} is not a whole number; use %s")
 
-        text = re.sub(r"%%|%([-0]?)(\d{0,3})([sd])", convert, form)
-        return text.replace("\\n", "\n").replace("\\t", "\t")
+        known = re.compile(r"%%|%([-0]?)(\d{0,3})([sd])")
+        if "%" in known.sub("", form):
+            place.refuse(f"printf: the format {form[:80]!r} has more than %s and %d; give the value with --set")
+        form = _unescaped(form)
+        text = known.sub(convert, form)
+        while rest and len(rest) < len(values):
+            values = list(rest)
+            text += known.sub(convert, form)
+        return text
 
     @staticmethod
     def dirname(words: Sequence[str], _stdin: str, _place: Place) -> str:

@@ -206,6 +206,8 @@ class WordParser:
         following = self.text[self.at + 1 : self.at + 2]
         if following in ("'", '"') and not is_quoted:
             self.place().refuse(f"$ before a quote is not interpreted; use {following} alone")
+        if following == "[":
+            self.place().refuse("$[EXPRESSION] is not interpreted; write $((EXPRESSION))")
         return bool(following) and (following in "{(" or _PARAMETER.match(following) is not None)
 
     def expansion(self, *, is_quoted: bool) -> Parameter | Arithmetic | Substitution:
@@ -277,7 +279,9 @@ class WordParser:
         if not operator and (found := _PARAMETER_OPERATOR.match(text, self.at)):
             operator = found[0]
             self.at = found.end()
-            operands.append(self.operand("/" if operator.startswith("/") else "", is_quoted=is_quoted))
+            # A pattern is one within double quotes too: "${PATH##*/}".
+            is_text = is_quoted and operator[0] not in "#%/"
+            operands.append(self.operand("/" if operator.startswith("/") else "", is_quoted=is_text))
             if operator.startswith("/") and text.startswith("/", self.at):
                 self.at += 1
                 operands.append(self.operand("", is_quoted=is_quoted))

@@ -26,7 +26,18 @@ _OPTIMIZERS = {
     "adamw": ("adam", _ADAM),
     "fusedadam": ("adam", _ADAM),
     "sgd": ("sgd", {**_RATES, "momentum": "sgd_momentum"}),
-    "muon": ("muon", {**_ADAM, "momentum": "muon_momentum"}),
+    "muon": (
+        "muon",
+        {**_ADAM, "momentum": "muon_momentum", "ns_steps": "muon_num_ns_steps", "nesterov": "muon_nesterov"},
+    ),
+}
+# Parameters of optimizers that change the updates -> the value with which the updates are those of this package.
+_NEUTRAL_PARAMETERS: Mapping[str, Any] = {
+    "amsgrad": False,
+    "bias_correction": True,
+    "dampening": 0,
+    "maximize": False,
+    "nesterov": False,
 }
 _CURRICULUM = {"min_difficulty": "curriculum_shortest", "schedule_type": "curriculum_schedule"}
 _PACE = {
@@ -45,6 +56,7 @@ _REFUSED = {
     "progressive_layer_drop": "use --mod-capacity, or remove the section",
     "quantize_training": "use --fp8, or remove the section",
     "sparse_attention": "use --sparse-attention, or --attention-window, and remove the section",
+    "torch_autocast": "use bf16, or fp16, and remove the section",
     "tensor_parallel": "use --tensor-model-parallel-size, and remove the section",
 }
 _OFFLOADING = "offloading is not supported: remove it; a higher stage shards more"
@@ -87,6 +99,8 @@ def parse_deepspeed(document: Mapping[str, Any]) -> DeepSpeedOptions:
     for key, content in document.items():
         if key in _PLAIN:
             values[_PLAIN[key]] = content
+        elif key in sections and content is not None and not isinstance(content, Mapping):
+            problems.append(_invalid(key, content, "an object"))
         elif key in sections and isinstance(content, Mapping):
             for name, found in sections[key](content):
                 if name.startswith("?"):
@@ -156,6 +170,8 @@ def _number(path: str, value: Any) -> float | Problem:
 def _half(content: Mapping[str, Any]) -> Found:
     content = dict(content)
     enabled = content.pop("enabled", False)
+    if not _is_switch(enabled):
+        yield "fp16", _invalid("fp16.enabled", enabled, "true or false")
     if enabled not in (True, "auto"):
         return
     if enabled is True:
@@ -169,7 +185,14 @@ def _half(content: Mapping[str, Any]) -> Found:
     yield from _mapped(content, _HALF)
 
 
+def _is_switch(value: Any) -> bool:
+    """Whether a value is true, false or ``auto``; DeepSpeed also reads text such as "true"."""
+    return value is None or isinstance(value, bool) or value == "auto"
+
+
 def _bfloat(content: Mapping[str, Any]) -> Found:
+    if not _is_switch(content.get("enabled")):
+        yield "bf16", _invalid("bf16.enabled", content["enabled"], "true or false")
     if content.get("enabled") is True:
         yield "bf16", True
     yield from _mapped({key: value for key, value in content.items() if key != "enabled"}, {})
@@ -204,6 +227,10 @@ def _optimizer(content: Mapping[str, Any]) -> Found:
     if given.get("adam_w_mode", True) is False:
         message = "is false: weight decay is decoupled from the gradient; remove it, or set weight_decay to 0"
         yield "optimizer", Problem("optimizer.params.adam_w_mode", "unsupported", message)
+    for key, neutral in _NEUTRAL_PARAMETERS.items():
+        if key not in options and given.pop(key, neutral) not in (neutral, None, "auto"):
+            message = f"is not supported: remove it, or set it to {str(neutral).lower()}"
+            yield "optimizer", Problem(f"optimizer.params.{key}", "unsupported", message)
     betas = given.pop("betas", "auto")
     if betas != "auto":
         is_pair = isinstance(betas, list) and len(betas) == 2
@@ -214,7 +241,9 @@ def _optimizer(content: Mapping[str, Any]) -> Found:
 
 def _curriculum(content: Mapping[str, Any]) -> Found:
     content = dict(content)
-    if not content.pop("enabled", False):
+    if not _is_switch(enabled := content.pop("enabled", False)):
+        yield "curriculum", _invalid("curriculum_learning.enabled", enabled, "true or false")
+    if not enabled:
         return
     kind = content.pop("curriculum_type", "seqlen")
     if kind != "seqlen":

@@ -138,10 +138,8 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--num-distributed-optimizer-instances": becomes("--hsdp", values=1),
     "--keep-last": ignored("the last batch is always used"),
     # Architecture of decoders
-    "--no-position-embedding": ignored("implied by rotary embeddings", 0, "gpt", "llama"),
     "--use-rotary-position-embeddings": becomes("--position-embedding-type", "rotary"),
     "--apply-layernorm-1p": ignored("the same model: norms are stored as whole weights and have no weight decay"),
-    "--group-query-attention": ignored("implied by --num-query-groups", 0, "gpt", "llama"),
     "--qk-layernorm": becomes("--qk-norm", "head"),
     # Flags of other programs in the same scripts
     **dict.fromkeys(("--model-type", "--target-pipeline-model-parallel-size"), refused(_CONVERT, 1)),

@@ -17,7 +17,7 @@ from fractions import Fraction
 
 from ..._common.document import MAX_COUNT, MAX_LAYERS, Problem, short_repr
 from ..layer_freq import parse_layer_list
-from .flag import CompatFlag, becomes
+from .flag import CompatFlag, becomes, ignored
 
 _QUICK_SLOPE = "1.702"
 # Values that ``megatron/post_training/model_builder.py`` sets for GPT-OSS.
@@ -39,6 +39,8 @@ COMBINED_FLAGS: Mapping[str, CompatFlag] = {
     "--disable-bias-linear": becomes("--no-add-bias-linear", reason="and --activation gelu, where no other is given"),
     "--window-size": becomes("--attention-window", values=1, reason="of LEFT,0 is LEFT + 1 tokens"),
     "--window-attn-skip-freq": becomes("--layer-types", values=1, reason="2 is sliding,full"),
+    "--group-query-attention": becomes("--num-query-groups", "1", reason="where their number is not given"),
+    "--no-position-embedding": ignored("implied by rotary embeddings", 0, "llama", "gpt"),
     "--enable-gpt-oss": becomes(*GPT_OSS_ROTATION),
     "--rotary-seq-len-interpolation-factor": becomes("--rotary-scaling", values=1, reason="of type linear"),
     "--expert-interval": becomes("--moe-layer-freq", values=1, reason="2 is [0,1] for each pair of blocks"),
@@ -96,7 +98,17 @@ def combine(found: Mapping[str, str], others: Mapping[str, str], family: str) ->
         family: model family.
     """
     combination = Combination(found, others)
-    for part in (_activation, _biases, _windows, _rotation, _expert_interval, _tokens, _capacity):
+    for part in (
+        _activation,
+        _biases,
+        _attention_heads,
+        _positions,
+        _windows,
+        _rotation,
+        _expert_interval,
+        _tokens,
+        _capacity,
+    ):
         part(combination, family)
     return combination
 
@@ -139,6 +151,43 @@ def _biases(command: Combination, _family: str) -> None:
         command.arguments.append("--no-add-bias-linear")
 
 
+def _has_options_elsewhere(command: Combination) -> bool:
+    """Whether a file or a recipe may give the options that a command lacks."""
+    return not {"--config", "--recipe"}.isdisjoint(command.others)
+
+
+def _attention_heads(command: Combination, family: str) -> None:
+    """Megatron-LM has one group of queries unless ``--num-query-groups`` gives their number: multi-query attention."""
+    flag = "--group-query-attention"
+    if flag not in command.found:
+        return
+    if family not in ("gpt", "llama"):
+        command.refuse(flag, "is not supported by this command: leave it out")
+    elif not {"--num-query-groups", "--num-key-value-heads"}.isdisjoint(command.others):
+        command.notes.append(f"{flag}: implied by --num-query-groups")
+    elif not _has_options_elsewhere(command):
+        command.arguments += COMBINED_FLAGS[flag].arguments
+
+
+def _positions(command: Combination, family: str) -> None:
+    """``--no-position-embedding`` is next to rotary embeddings; a model without any positions is not supported."""
+    flag, others = "--no-position-embedding", command.others
+    if flag not in command.found:
+        return
+    is_rotary = (
+        family == "llama"
+        or others.get("--position-embedding-type") in ("rope", "rotary", "yarn")
+        or "--use-rotary-position-embeddings" in others
+        or "--enable-gpt-oss" in command.found
+    )
+    if family not in ("gpt", "llama"):
+        command.refuse(flag, "is not supported by this command: leave it out")
+    elif is_rotary or _has_options_elsewhere(command):
+        command.notes.append(f"{flag}: implied by rotary embeddings")
+    else:
+        command.refuse(flag, "is given without rotary embeddings; add --position-embedding-type rope")
+
+
 def _windows(command: Combination, _family: str) -> None:
     """``LEFT,RIGHT`` of keys before and after a token; -1 is all of them."""
     found, flag, skipped = command.found, "--window-size", "--window-attn-skip-freq"
@@ -175,10 +224,13 @@ def _layer_types(command: Combination, text: str) -> list[str]:
 
 
 def _rotation(command: Combination, _family: str) -> None:
-    """YaRN of GPT-OSS and of ``--position-embedding-type yarn``; interpolated positions."""
+    """YaRN and the router's bias of GPT-OSS; YaRN of ``--position-embedding-type yarn``; interpolated positions."""
     others, flag = command.others, "--rotary-seq-len-interpolation-factor"
     if "--enable-gpt-oss" in command.found:
         command.arguments += GPT_OSS_ROTATION
+        has_bias = "--num-experts" in others and "--disable-bias-linear" not in command.found
+        if has_bias and {"--moe-router-bias", "--no-moe-router-bias"}.isdisjoint(others):
+            command.arguments.append("--moe-router-bias")
     elif others.get("--position-embedding-type") == "yarn" and "--multi-latent-attention" not in others:
         # In Megatron-LM the type of the positions decides, where attention has no latent.
         command.arguments += ["--rope-type", "yarn"]

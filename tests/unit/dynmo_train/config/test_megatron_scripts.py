@@ -114,6 +114,7 @@ EXPECTED = {
         "parallel.grad_reduce_in_bf16": True,
     },
     "gpt-oss": {
+        "model.moe_router_bias": False,  # the script has --disable-bias-linear
         "model.activation": "clamped_swiglu",
         "model.swiglu_alpha": 1.702,
         "model.swiglu_limit": 7.0,

@@ -4,12 +4,14 @@
 # ruff: noqa: E501
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
 import pytest
 
 from dynmo_train.cli.run_script.interpreter import interpret_script
+from dynmo_train.cli.run_script.syntax import ScriptError
 
 # In bash, the program prints its words; here, it becomes a command of ours.
 PROLOGUE = "dynmo-prep() { printf '%s\\1' \"$@\"; printf '\\2'; }\n"
@@ -30,6 +32,9 @@ SNIPPETS = {
     "alternative": 'A=1; E=; dynmo-prep ${A:+yes} ${B:+no} x${E:+no}y ${E+set} "${B:+no}"',
     "substrings": "A=checkpoints/gpt.tar.gz; dynmo-prep ${A%.*} ${A%%.*} ${A#*/} ${A##*.} ${A%.zip} ${A#c*p}",
     "replace": 'A=a-b-c; S=-; dynmo-prep ${A/-/_} ${A//-/_} ${A//"$S"} ${A/#a/x} ${A/%c/x} ${A/q/x}',
+    "patterns in quotes": 'A=a/b.c/d.e; B=--lr=2; X=b; dynmo-prep "${A##*/}" "${A%/*}" "${A%%.*}" "${B#*=}" "${A#*"$X"}" "${A/b/*}" "${A//./-}" "${A##*[/]}"',
+    "quoted patterns": """A="a b*c"; dynmo-prep "${A#*" "}" "${A/ /_}" "${A%"*"*}" "${A#'a '}" "${B:-*}" "${A/b/"x y"}" "${A/\\*/+}" """,
+    "words without separators": 'IFS= read -r X <<< "a b"; dynmo-prep "$X"',
     "length": "A=hello; B=(1 22 333); dynmo-prep ${#A} ${#B[@]} ${#B[2]} $#",
     "slices": "A=hello; dynmo-prep ${A:1} ${A:1:3} ${A: -2} ${A:0:-1}",
     "case of letters": "A=Hello; dynmo-prep ${A,,} ${A^^} ${A^} ${A,}",
@@ -84,6 +89,24 @@ SNIPPETS = {
     "tilde": "HOME=/h; dynmo-prep a~ '~' \"~/x\"",
     "condition in a list": 'X=; [ -n "$X" ] || X=5; [ -n "$X" ] && dynmo-prep $X',
     "until": "i=0; until [ $i -ge 2 ]; do ((i++)); dynmo-prep $i; done",
+    "local variables": "N=4; f() { local N=8; M=9; dynmo-prep $N; }; f; dynmo-prep $N $M",
+    "local values of arguments": "LR=3; f() { local LR=${LR:-1} size=$1; LR=$LR$size; dynmo-prep $LR; }; f a; dynmo-prep $LR x$size",
+    "local without a value": "N=4; f() { local N i; dynmo-prep x$N; for i in 1 2; do N=5; done; }; i=7; f; dynmo-prep $N $i",
+    "local arrays": "A=(1 2); f() { local -a A=(3); declare B=(4); A+=(5); dynmo-prep ${A[@]} ${B[@]}; }; f; dynmo-prep ${A[@]} x${B[@]}",
+    "local appended": "A=(1); f() { local A+=(2); dynmo-prep ${A[@]}; }; f; dynmo-prep ${A[@]}",
+    "local in nested calls": "f() { local a=1; g; dynmo-prep $a; }; g() { a=2; dynmo-prep $a; }; f; dynmo-prep x$a",
+    "local in recursion": "f() { local n=$1; if [ $n -gt 0 ]; then f $((n-1)); fi; dynmo-prep $n; }; f 2",
+    "global in a function": "f() { declare -g a=1; export b=2; }; a=0; f; dynmo-prep $a $b",
+    "status of declarations": "set -e; f() { local x=$(false); dynmo-prep in; }; f; export Y=$(false); dynmo-prep out",
+    "variables of one call": "f() { dynmo-prep ${N:-x} $M; }; M=1; N=8 M=2 f; f; dynmo-prep ${N:-u} $M",
+    "slices of arrays": 'n=1; A=(1 2 3 4); dynmo-prep ${A[@]:1:2} "${A[@]: -3:2}" "${A[*]:1:3}" ${A[@]:9} ${A[@]:$n} ${A[@]:0:n}',
+    "slices of arguments": 'dynmo-prep "${@:2}" ${@:1:1} "${@: -1}"; f() { dynmo-prep f "${@:2}"; }; f 1 2 "3 4"',
+    "braces expand": 'X=q; dynmo-prep a{1,{2,3}}b {"$X",r} "{a,b}" {a,} x{,y} {a,b}{1,2} {1..$X} {a..e} {09..11} {1..9..4} --x={1,2}',
+    "braces that do not expand": "dynmo-prep {a,b {a} a,b} }{ '{1,2}' \\{a,b}; A={1,2}; dynmo-prep $A",
+    "braces of arrays": "A=(/d/{en,de}_text_document); dynmo-prep ${A[@]} ${#A[@]}; for i in {1..$NOPE} x{a,b}; do dynmo-prep $i; done",
+    "arithmetic that is not evaluated": "i=0; N=0; (( 0 && i++ )); (( 1 || ++i )); dynmo-prep $((N ? 8/N : 1)) $((1 ? 2 : (i=5))) $((N && 8/N)) $i",
+    "texts with escapes": 'dynmo-prep "$(echo -e "a\\nb\\tc")" "$(echo "a\\nb")" "$(printf "%s-%s " 1 2 3 4)" "$(printf "x\\ty\\n")"',
+    "function removed": "f() { dynmo-prep f; }; f=3; unset -f f; dynmo-prep $f; unset f; dynmo-prep ${f:-none}",
 }
 ARGUMENTS = ["a", "b c", "--d"]
 
@@ -105,3 +128,33 @@ def test_words_are_those_of_bash(name, tmp_path):
     result = interpret_script(SNIPPETS[name], str(tmp_path / "script.sh"), ARGUMENTS, {"PATH": "/usr/bin"}, tmp_path)
     assert [list(step.words[1:]) for step in result.steps] == by_bash(SNIPPETS[name], tmp_path)
     assert result.steps
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("declare -A H; dynmo-prep ${H[b]}", "declare -A is not interpreted"),
+        ("H=([small]=1 [big]=2); dynmo-prep ${H[big]}", "subscripts within the array H"),
+        ("f() { local -n r=X; dynmo-prep $r; }; f", "local -n is not interpreted"),
+        ("declare -i N=2*3; dynmo-prep $N", "declare -i is not interpreted"),
+        ("A=(1 2); unset 'A[0]'; dynmo-prep ${A[@]}", "single elements are not removed"),
+        ("printf -v N '%02d' 3; dynmo-prep $N", "printf has no format, or an option"),
+        ("dynmo-prep $(printf '%.2f' 1.5)", "more than %s and %d"),
+        ("IFS=, read -ra A <<< a,b; dynmo-prep ${A[@]}", "IFS before read is not interpreted"),
+        ("A=hello; dynmo-prep ${A^^[he]}", "^^ with a pattern is not interpreted"),
+        ("dynmo-prep $[1+2]", "write $((EXPRESSION))"),
+        ("dynmo-prep {1..99999}", "more than 20,000 words"),
+        ("dynmo-prep {1..999}{1..999}", "more than 20,000 words"),
+        ("dynmo-prep " + "{a,b}" * 200, "nested too deep|more than"),
+        ("dynmo-prep " + "{a,b}" * 12 + "{" * 4000, "more than 2,097,152 steps"),
+        ("dynmo-prep " + "{" * 100_000, "more than 2,097,152 steps"),
+    ],
+)
+def test_syntax_with_another_meaning_is_refused(text, message, tmp_path):
+    with pytest.raises(ScriptError, match="|".join(map(re.escape, message.split("|")))):
+        interpret_script(text, str(tmp_path / "script.sh"), ARGUMENTS, {"PATH": "/usr/bin"}, tmp_path)
+
+
+def test_exec_of_a_program_ends_the_script(tmp_path):
+    result = interpret_script("exec dynmo-prep a\ndynmo-prep b", "script.sh", [], {}, tmp_path)
+    assert [step.words for step in result.steps] == [("dynmo-prep", "a")]

@@ -66,6 +66,19 @@ def test_slurm_header_becomes_the_submission(script):
     )
 
 
+@pytest.mark.parametrize("tasks", ["--ntasks-per-node=4", "--ntasks=8"])
+def test_tasks_of_the_slurm_header_are_processes(script, tasks):
+    text = f"#!/bin/bash\n#SBATCH --nodes=2 {tasks}\nsrun python pretrain_gpt.py --train-iters $SLURM_NTASKS\n"
+    (step,) = interpret_file(script(text), [], {}, {}).steps
+    assert command_line(step) == "dynmo-train launch slurm --nproc 4 --nodes 2 -- pretrain gpt --train-iters 8"
+
+
+def test_tasks_within_a_job_are_processes(script):
+    environment = {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
+    (step,) = interpret_file(script("srun python pretrain_gpt.py\n"), [], {}, environment).steps
+    assert command_line(step) == "dynmo-train launch slurm --in-job --nproc 4 -- pretrain gpt"
+
+
 def test_slurm_header_within_a_job_is_not_used(script, monkeypatch):
     path = script(SBATCH)
     environment = {"SLURM_JOB_ID": "3", "SLURM_GPUS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "1"}

@@ -64,6 +64,10 @@ COMMANDS = {
     "mpirun -np 2 -H h1:1,h2:1 singularity run --nv --bind a:b img.sif torchrun --nproc_per_node 8 pretrain_gpt.py --lr 1": (
         f"dynmo-train launch lsf --nodes 2 --nproc 8 --mount a:b --image img.sif -- {GPT}"
     ),
+    "srun -n 16 -N 2 python pretrain_gpt.py --lr 1": f"dynmo-train launch slurm --nodes 2 --nproc 8 -- {GPT}",
+    "srun --ntasks=2 --nodes=2 torchrun --nproc_per_node 4 pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch slurm --nodes 2 --nproc 4 -- {GPT}"
+    ),
     "srun -lu -N2 --wait 60 python pretrain_gpt.py --lr 1": f"dynmo-train launch slurm --nodes 2 --nproc 1 -- {GPT}",
     "torchrun --master_addr $(scontrol show hostnames n[07-08,3],m | head -n 1) --nnodes 2 --node_rank 0 pretrain_gpt.py --lr 1": (
         f"dynmo-train launch node --nproc 1 --nnodes 2 --node-rank 0 --master-addr n07 -- {GPT}"
@@ -116,6 +120,8 @@ REFUSED = {
     "python train.py": "train.py is not known",
     "python pretrain_deepseek.py": "write pretrain_gpt.py",
     "srun -lz python pretrain_gpt.py": "-lz of srun is not known",
+    "srun -n8 python pretrain_gpt.py": "8 tasks on an unknown number of nodes",
+    "srun -n8 -N3 python pretrain_gpt.py": "not the same number on each of 3 nodes",
     "X=$(scontrol show job 3)": "scontrol show hostnames LIST",
     "X=$(scontrol show hostnames 'n[1-x]')": "not a list of hosts",
     "X=$(scontrol show hostnames n[0-99999999])": "not a list of hosts",
@@ -284,3 +290,28 @@ def test_encoders_of_megatron_have_the_function_of_its_fused_kernel(family):
 def test_relative_positions_of_megatron_are_refused():
     words = ["python", "pretrain_t5.py", "--position-embedding-type", "relative"]
     assert "use learned" in translate_program(words, "", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "has_bias"),
+    [
+        ("--num-experts 8", True),
+        ("--num-experts=8 --swiglu", True),
+        ("--num-experts 8 --disable-bias-linear", False),
+        ("--num-experts 8 --topk 1 --deepspeed", False),
+        ("--num-experts 8 --no-moe-router-bias", False),
+        ("--num-layers 2", False),
+    ],
+)
+def test_router_of_megatron_has_a_bias_where_layers_have(options, has_bias, tmp_path):
+    (step,) = interpret_script(f"python pretrain_gpt.py {options}", "script.sh", [], {}, tmp_path).steps
+    assert ("--moe-router-bias" in step.words) == has_bias
+    assert list(step.words[-len(options.split()) :]) == options.split()
+
+
+def test_latents_without_norms_are_refused(tmp_path):
+    text = "python pretrain_gpt.py --multi-latent-attention"
+    with pytest.raises(UsageError, match="add it"):
+        interpret_script(text, "script.sh", [], {}, tmp_path)
+    (step,) = interpret_script(f"{text} --qk-layernorm", "script.sh", [], {}, tmp_path).steps
+    assert step.words[-2:] == ("--multi-latent-attention", "--qk-layernorm")

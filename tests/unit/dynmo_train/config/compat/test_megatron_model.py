@@ -171,3 +171,32 @@ def test_sinks_of_zero_and_learned_ones_exclude_each_other():
 def test_shape_of_a_gate_requires_its_activation(words):
     config, _ = config_from(f"{SIZES} --train-iters 1 {words}", vocab_size=100)
     assert [problem.path for problem in validate(config, 1)] == [words.split()[0]]
+
+
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [
+        ("--group-query-attention", 1),
+        ("--group-query-attention --num-query-groups 2", 2),
+        ("--num-key-value-heads 2 --group-query-attention", 2),
+        ("", 4),
+    ],
+)
+def test_grouped_queries_without_a_number_are_one_group(words, groups):
+    assert model_of(words).num_query_groups == groups
+
+
+def test_missing_positions_are_not_replaced_by_learned_ones():
+    assert problems_of(f"{SIZES} --no-position-embedding") == ["--no-position-embedding"]
+    assert problems_of(f"{SIZES} --no-position-embedding --config FILE") == []
+    for words in ("--use-rotary-position-embeddings", "--position-embedding-type rope"):
+        assert model_of(f"--no-position-embedding {words}").position_embedding_type == "rotary"
+    assert model_of("--no-position-embedding", "llama").position_embedding_type == "rotary"
+    words = shlex.split("--no-position-embedding --group-query-attention")
+    assert len(translate(words, "bert", declared("bert")).problems) == 2
+
+
+@pytest.mark.parametrize(("words", "has_bias"), [("", True), ("--disable-bias-linear", False)])
+def test_router_of_gpt_oss_has_a_bias_where_layers_have(words, has_bias):
+    assert model_of(f"--enable-gpt-oss --num-experts 4 {words}").moe_router_bias == has_bias
+    assert not model_of(f"--enable-gpt-oss {words}").moe_router_bias

@@ -317,10 +317,36 @@ def test_parse_deepspeed_sgd_becomes_the_optimizer_and_its_momentum():
     assert found.ignored == ("optimizer.params.eps",)
 
 
+@pytest.mark.parametrize(
+    ("document", "path"),
+    [
+        ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),
+        ({"optimizer": {"type": "SGD", "params": {"dampening": 0.1}}}, "optimizer.params.dampening"),
+        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "optimizer.params.bias_correction"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
+        ({"bf16": {"enabled": "true"}}, "bf16.enabled"),
+        ({"fp16": {"enabled": 1}}, "fp16.enabled"),
+        ({"bf16": True}, "bf16"),
+        ({"zero_optimization": 3}, "zero_optimization"),
+        ({"curriculum_learning": {"enabled": "true"}}, "curriculum_learning.enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
+    ],
+)
+def test_parse_deepspeed_refuses_what_changes_the_training(document, path):
+    assert [problem.path for problem in parse_deepspeed(document).problems] == [path]
+
+
+def test_parse_deepspeed_accepts_neutral_parameters():
+    params = {"bias_correction": True, "amsgrad": False, "nesterov": False, "dampening": 0.0}
+    document = {"optimizer": {"params": params}, "bf16": {"enabled": False}, "torch_autocast": {"enabled": False}}
+    assert parse_deepspeed(document).problems == ()
+
+
 def test_parse_deepspeed_muon_becomes_the_optimizer():
-    params = {"lr": 0.01, "momentum": 0.95, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    params = {"lr": 0.01, "momentum": 0.95, "betas": [0.9, 0.95], "weight_decay": 0.1, "nesterov": True, "ns_steps": 3}
     found = parse_deepspeed({"optimizer": {"type": "Muon", "params": params}})
     expected = {"optimizer": "muon", "lr": 0.01, "muon_momentum": 0.95, "weight_decay": 0.1}
+    expected |= {"muon_nesterov": True, "muon_num_ns_steps": 3}
     assert found.values == {**expected, "adam_beta1": 0.9, "adam_beta2": 0.95}
     assert found.problems == ()
     [problem] = parse_deepspeed({"optimizer": {"type": "Muon", "params": {"muon_lr": 0.1}}}).problems
