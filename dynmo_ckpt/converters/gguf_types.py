@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..io.errors import UnsupportedError
 from ..io.reading import SourceFiles, Words
 from ..tensors.computed import Floats, bits_of, floats_of, rounded
 from ..tensors.views import Tensor
@@ -16,6 +17,7 @@ from .gguf_package import gguf_package
 
 # The bounds between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of FP4 (E2M1).
 _BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+Q8_0_LARGEST = 127 * 65504.0
 _SMALLEST = 2.0**-100  # of a block in MXFP4 whose values are not all zero
 
 
@@ -29,6 +31,9 @@ class QuantizedRows:
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
         """Bits of the rows ``begin`` to ``end``: see ``RowComputation``; bytes ``[end - begin, C / 32 * 34]``."""
         numbers = _masked_rows(files, self.content, self.mask, begin, end)
+        # The scale of a block is float16.
+        if numbers.size and np.abs(numbers).max() > Q8_0_LARGEST:
+            raise UnsupportedError("GGUF: a weight is beyond the range of Q8_0; use --dtype bf16")
         gguf = gguf_package()
         found: Words = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
         return found

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..io.computed import BUFFERS_PER_CHUNK, CHUNK_BYTES, ComputedArray
+from ..io.errors import UnsupportedError, short_name
 from ..io.reading import Reader, Words
 from ..io.safetensors import DTYPE_BYTES, StoredArray
 from .copy_plan import OutputTensor
@@ -34,12 +35,17 @@ _LINE_BYTES = 64
 # Matrices of this number of elements and more are transposed one by one: together they would not fit the cache.
 _SEPARATE_ELEMENTS = 1 << 14
 _NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2"}
+# Bits of the exponent of the types whose range is smaller than that of float32.
+_EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80}
 
 
 def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
     """Yield the content of ``tensor`` in row-major order as panels of raw words.
 
     A panel is valid until the next one is requested, because both use the same buffer.
+
+    Raises:
+        UnsupportedError: a number is beyond the range of the type to write.
     """
     content = tensor.content
     itemsize = DTYPE_BYTES[content.dtype]
@@ -53,7 +59,23 @@ def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
             mask = reader.buffer("mask", math.prod(extents), 1).reshape(extents)
             _fill(mask, tensor.mask, box, reader)
             panel[mask == 0] = 0
-        yield panel if tensor.cast is None else cast(panel, content.dtype, tensor.cast)
+        if tensor.cast is None:
+            yield panel
+            continue
+        found = cast(panel, content.dtype, tensor.cast)
+        if tensor.cast in _EXPONENTS:
+            _check_range(tensor.key, panel, content.dtype, found, tensor.cast)
+        yield found
+
+
+def _check_range(key: str, panel: Words, source: str, found: Words, target: str) -> None:
+    """Compare the infinities after a cast with those before it."""
+    exponent = _EXPONENTS[target]
+    # All bits of the exponent are set in infinity and NaN alone, which weights hardly ever have.
+    beyond = (found & exponent) == exponent
+    if beyond.any() and np.isfinite(cast(panel, source, "F64").view(np.float64)[beyond]).any():
+        wider = "bf16" if target == "F16" else "fp32"
+        raise UnsupportedError(f"{short_name(key)}: has numbers beyond the range of {target}; use --dtype {wider}")
 
 
 def buffer_bytes(tensor: OutputTensor) -> int:
@@ -74,7 +96,7 @@ def cast(words: Words, source: str, target: str) -> Words:
         target: type of the result, as in safetensors.
     """
     is_bf16 = source == "BF16"
-    # A number beyond the range of the target becomes infinity, as in torch; numpy would warn.
+    # A number beyond the range of the target becomes infinity, as in torch; numpy would warn, and ``panels`` refuses it.
     with np.errstate(over="ignore"):
         numbers = (words.astype(np.uint32) << 16).view(np.float32) if is_bf16 else words.view(_NUMBERS[source])
         if target != "BF16":
