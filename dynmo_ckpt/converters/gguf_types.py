@@ -29,7 +29,11 @@ class QuantizedRows:
     mask: Tensor | None
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``; bytes ``[end - begin, C / 32 * 34]``."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``; bytes ``[end - begin, C / 32 * 34]``.
+
+        Raises:
+            UnsupportedError: a number is beyond the range of Q8_0.
+        """
         numbers = _masked_rows(files, self.content, self.mask, begin, end)
         # The scale of a block is float16.
         if numbers.size and np.abs(numbers).max() > Q8_0_LARGEST:

@@ -96,7 +96,7 @@ def cast(words: Words, source: str, target: str) -> Words:
         target: type of the result, as in safetensors.
     """
     is_bf16 = source == "BF16"
-    # A number beyond the range of the target becomes infinity, as in torch; numpy would warn, and ``panels`` refuses it.
+    # A number beyond the range of the target becomes infinity, which ``panels`` refuses; numpy would warn.
     with np.errstate(over="ignore"):
         numbers = (words.astype(np.uint32) << 16).view(np.float32) if is_bf16 else words.view(_NUMBERS[source])
         if target != "BF16":
