@@ -20,10 +20,10 @@ TECHNIQUES = {
         **{"pruning_mode": "2:4", "final_sparsity": "0.5", "num_experts": "4", "moe_routing": "expert-choice"},
         **{"early_exit_layers": "1", "early_exit_measure": "saturation", "early_exit_threshold": "0.98"},
     },
-    "blocks, balanced experts and a cached front": {
+    "blocks and balanced experts": {
         **{"pruning_mode": "block", "num_experts": "4", "moe_routing": "balanced", "moe_router_topk": "1"},
-        **{"freeze_cache_activations": "8"},
     },
+    "experts and a cached front": {"num_experts": "4", "freeze_cache_activations": "8"},
     "biases of experts": {
         **{"num_experts": "4", "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": "0.01"},
         **{"moe_router_load_balancing_type": "global_aux_loss seq_aux_loss", "moe_aux_loss_coeff": "0.01 0.001"},
@@ -61,7 +61,7 @@ def test_resume_on_other_workers_has_the_same_bits(data, tmp_path, technique, mo
         "biases of experts": ("--moe-router-enable-expert-bias",),
         "adaptive freezing": ("--freeze-adaptive",),
         "adaptive freezing with biases of experts": ("--freeze-adaptive", "--moe-router-enable-expert-bias"),
-        "blocks, balanced experts and a cached front": ("--untie-embeddings-and-output-weights",),
+        "experts and a cached front": ("--untie-embeddings-and-output-weights",),
     }
     extra = flags.get(technique, ())
     train(data, tmp_path / "whole", 1, *extra, **options)
