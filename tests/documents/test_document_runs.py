@@ -72,11 +72,12 @@ def check_own_trainer(folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     assert [len([name for name in stage["items"] if int(name[-1]) < 4]) for stage in plan["stages"]] == [1, 1, 1, 1]
     steps = [json.loads(line) for line in (folder / "run" / "profile.jsonl").read_text().splitlines()][1:]
-    for step in steps[2:]:
-        work = [sum(times) for times in zip(step["forward_ns"], step["backward_ns"], strict=True)]
-        # Layers are nested in the step, and the first four have 64 times the products of the others.
-        assert sum(work) * 8 <= step["step_ns"]
-        assert min(work[:4]) > max(work[4:])
+    work = [[sum(times) for times in zip(step["forward_ns"], step["backward_ns"], strict=True)] for step in steps[2:]]
+    # Layers are nested in the step.
+    assert all(sum(of_step) * 8 <= step["step_ns"] for of_step, step in zip(work, steps[2:], strict=True))
+    # The first four have 64 times the products of the others; on a busy machine any one step may be delayed.
+    shortest = [min(of_layer) for of_layer in zip(*work, strict=True)]
+    assert min(shortest[:4]) > max(shortest[4:])
 
 
 # What a document claims about its example, beyond that the commands succeed.
