@@ -215,6 +215,7 @@ def forked_by(server: WorkerServer | None) -> Iterator[None]:
     # torch has no parameter for it. Only this thread starts processes of the agent.
     replaced = vars(api)["get_subprocess_handler"]
     vars(api)["get_subprocess_handler"] = Handler
+    known = _children()
     try:
         yield
     except BaseException:
@@ -224,6 +225,8 @@ def forked_by(server: WorkerServer | None) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        # A signal may have come before the answer: then a process runs that is not in the list.
+        _end_processes(_children() - known)
         raise
     finally:
         vars(api)["get_subprocess_handler"] = replaced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dynmo_train.launch.process_view import set_subreaper
-from dynmo_train.launch.worker_start import WorkerServer
+from dynmo_train.launch.worker_start import WorkerServer, forked_by
 from tests.distributed.test_launch import STUBBORN
 from tests.waiting import wait_for
 
@@ -265,3 +266,25 @@ def test_output_of_the_imports_is_in_the_log_of_every_process(tmp_path):
         assert run(place, way, "", PYTHONPATH=python_path(tmp_path))[0] == 0
         logs = [path.read_text() for path in (place / "logs").rglob("stderr.log")]
         assert logs == ["imported\n"] * 2
+
+
+def test_rank_whose_answer_a_signal_precedes_is_ended(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    started = []
+    command = [sys.executable, "-m", "timeit", "-n", "1", "-r", "1", "import time; time.sleep(300)"]
+    with WorkerServer() as server, open(os.devnull, "w") as nothing:
+        assert server.is_usable()
+        fork = server.fork
+
+        def interrupted(*arguments):
+            started.append(fork(*arguments).pid)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(server, "fork", interrupted)
+        with pytest.raises(KeyboardInterrupt), forked_by(server):
+            server.fork(command, dict(os.environ), [nothing, nothing])
+    try:
+        assert has_ended(started[0])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(started[0], signal.SIGKILL)

@@ -82,6 +82,8 @@ def check_own_trainer(folder: Path) -> None:
 
 # What a document claims about its example, beyond that the commands succeed.
 CHECKS = {"dynmo_train/pipeline/README.md": check_emulation, "dynmo_balance/inputs/README.md": check_own_trainer}
+# The check depends on times of a few milliseconds, which other processes of the machine delay.
+MEASURED, ATTEMPTS = ("dynmo_balance/inputs/README.md",), 3
 
 
 # Documents whose commands print the same on every machine: every line of their output blocks is compared.
@@ -109,10 +111,18 @@ def with_blocks() -> list[str]:
 @pytest.mark.parametrize("name", with_blocks())
 def test_document_commands_run_as_printed(name, tmp_path):
     text = (ROOT / name).read_text(encoding="utf-8")
-    done = run(runnable(text), tmp_path, files(text))
-    assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
-    if name in CHECKS:
-        CHECKS[name](tmp_path / "work")
+    for attempt in range(1, ATTEMPTS + 1):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        done = run(runnable(text), folder, files(text))
+        assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+        try:
+            CHECKS.get(name, lambda _: None)(folder / "work")
+        except AssertionError:
+            if name not in MEASURED or attempt == ATTEMPTS:
+                raise
+        else:
+            break
     if name in EXACT_OUTPUT:
         assert missing_output((ROOT / name).read_text(encoding="utf-8"), f"{done.stdout}\n{done.stderr}") == []
 

@@ -126,7 +126,7 @@ def test_engine_float16_loss_gets_the_scale_in_the_forward(meta_world, monkeypat
 @pytest.mark.parametrize(("model", "precision"), [("gpt", "fp32"), ("gpt-packed", "fp32"), ("llama-packed", "bf16")])
 def test_engine_step_of_a_context_rank_reads_the_device_once(meta_world, copies, monkeypatch, model, precision):
     """A rank of two without communication: its batch and its boundaries have half of the tokens."""
-    monkeypatch.setattr(engine_module, "context_region", lambda _: ContextRegion(None, 1, 2))
+    monkeypatch.setattr(engine_module, "context_region", lambda _, **__: ContextRegion(None, 1, 2))
     scenario = Scenario(model=model, precision=precision, dropout=0.0, **PLAIN)
     settings, family = scenario.settings(), scenario.family()
     pipeline = replace(settings.pipeline, boundary=settings.pipeline.boundary.cut_along_tokens(2))
