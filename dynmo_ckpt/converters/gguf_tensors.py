@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..huggingface.files import is_conv1d
 from ..io.errors import UnsupportedError
 from ..maps.decoder_fields import decoder_fields
 from ..maps.name_map import MappedTensor
@@ -104,7 +105,7 @@ def laid_out(arch: str, kind: str, model: Model, item: MappedTensor) -> list[Map
         # The head dimension is the last one of the rows.
         dim = len(item.content.shape) - (2 if match[1] == "weight" else 1)
         return [_changed(item, lambda tensor: _interleaved(tensor, dim))]
-    if kind == "gpt2" and len(item.shape) == 2 and ".h." in item.name:
+    if kind == "gpt2" and len(item.shape) == 2 and is_conv1d(item.name):
         return [_changed(item, lambda tensor: _transposed(tensor, item.shape[0]), shape=item.shape[::-1])]
     if arch in GEMMAS and item.name.endswith("norm.weight"):
         vector = item.content

@@ -10,7 +10,7 @@ import torch
 from .._common.errors import UsageError
 
 MIN_TEMPERATURE = 1e-30
-"""Lower temperatures are 0 in float32, or close to it."""
+"""Lower temperatures draw as this one does: the most likely token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,12 @@ def next_token(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Gene
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())
     # The draw is on CPU: the generators of a GPU give other numbers for the same seed.
-    scaled_V = logits_V.float() / sampling.temperature
-    if not bool(scaled_V.isfinite().all()):
-        # Beyond the range of float32: differences to the maximum are at most 0, and there is one of 0.
-        scaled_V = (logits_V.float() - logits_V.float().max()) / max(sampling.temperature, MIN_TEMPERATURE)
+    scaled_V = logits_V.float()
+    if sampling.temperature < MIN_TEMPERATURE:
+        # Quotients would be beyond the range of float32; differences to the maximum are at most 0, and one is 0.
+        scaled_V = (scaled_V - scaled_V.max()) / MIN_TEMPERATURE
+    else:
+        scaled_V = scaled_V / sampling.temperature
     if sampling.top_k == 0 and sampling.top_p == 1.0:
         return int(torch.multinomial(scaled_V.softmax(0).cpu(), 1, generator=generator))
     if sampling.top_k:

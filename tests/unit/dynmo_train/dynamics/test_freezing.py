@@ -6,15 +6,11 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynmo_train.dynamics import freezing
 from dynmo_train.dynamics.freezing import FreedBytes
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import Groups, World
 from tests.distributed.scenario import Scenario, batch_of, engine_of
 
 FROZEN = Scenario(prune=False, tied=False, dropout=0.0, schedule="gpipe", freeze=((1, 2),))
@@ -22,14 +18,6 @@ DENSE = replace(FROZEN, freeze=())
 FRONT = ("embedding", "layers.0", "layers.1")
 # Forward: qkv, dense, fc1, fc2. Backward: two products for each.
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 4, 8
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    groups = Groups(pipeline=dist.group.WORLD)
-    yield World(rank=0, size=1, device=torch.device("cpu"), host="here", dims=ParallelDims(), groups=groups)
-    dist.destroy_process_group()
 
 
 class Products(TorchDispatchMode):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from dynmo_train.dynamics.plasticity import (
     AdaptiveFreezing,
@@ -17,8 +15,6 @@ from dynmo_train.dynamics.plasticity import (
 )
 from dynmo_train.models.layer_list import output_of
 from dynmo_train.models.registry import family_of
-from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import Groups, World
 from dynmo_train.pipeline.frozen_cache import FrozenPrefixCache, sample_hashes
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.engine import Engine
@@ -76,14 +72,6 @@ def test_sample_hashes_depend_on_all_inputs_except_labels():
     assert keys[0] == keys[2] != keys[1]
     other = sample_hashes({"ids": ids, "types": torch.tensor([[0, 0], [0, 0], [0, 1]])}).tolist()
     assert other[0] != other[2]
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    groups = Groups(pipeline=dist.group.WORLD)
-    yield World(rank=0, size=1, device=torch.device("cpu"), host="here", dims=ParallelDims(), groups=groups)
-    dist.destroy_process_group()
 
 
 def test_reference_copy_has_the_biases_of_its_experts(world):

@@ -10,13 +10,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import Groups, World
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.engine import Engine
 from tests.distributed.scenario import MICRO_BATCH, Scenario, batch_of
@@ -33,14 +28,6 @@ CEILINGS = {
     ("t5-relative", 0.0): (414, 1073),
     ("ict", 0.0): (202, 633),
 }
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    groups = Groups(pipeline=dist.group.WORLD)
-    yield World(rank=0, size=1, device=torch.device("cpu"), host="here", dims=ParallelDims(), groups=groups)
-    dist.destroy_process_group()
 
 
 class Operations(TorchDispatchMode):
