@@ -1,40 +1,84 @@
-"""Every test module of the repository is collected by the ordinary run."""
+"""Both levels of the suite: every test module is collected, and a module of the claims is there for a reason."""
 
 from __future__ import annotations
 
+import fnmatch
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.conftest import IS_COMPLETE
+from tests.mutants.mutate import read_table
+from tests.paths import ROOT
+
+TEST = re.compile(r"^ *(?:async )?def test_\w+", re.MULTILINE)
+# Tests of the documents, of the structure and of the tests themselves: no fault of a package could name them.
+ABOUT_THE_PROJECT = ("tests/arch/", "tests/documents/", "tests/mutants/")
+# What carries a claim of a README without a fault in a package that it alone catches.
+README = re.compile(r"tests/[\w./*-]*\w\.py")
 
 
-def collected_modules(*arguments: str) -> set[str]:
-    """Paths, relative to the root, of the modules from which ``pytest --collect-only`` collects at least one test."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+def tracked(*patterns: str) -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def modules_of_this_run(session: pytest.Session) -> set[str] | None:
-    """The same of the run that this test is part of, without a second collection; None where it runs less than all."""
-    whole = {(ROOT / argument).resolve() for argument in session.config.args} <= {ROOT, ROOT / "tests"}
-    if not whole or session.config.getoption("keyword") or session.config.getoption("markexpr"):
-        return None
-    return {item.path.relative_to(ROOT).as_posix() for item in session.items}
+def modules_of_tests() -> dict[str, str]:
+    """Text of each test module by its path."""
+    names = [name for name in tracked("*test_*.py") if Path(name).name.startswith("test_")]
+    return {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
 
 
-def test_collection_of_the_repository_includes_every_test_module(request):
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*test_*.py"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    modules = {name for name in tracked.stdout.splitlines() if Path(name).name.startswith("test_")}
+def never_collected(name: str, text: str, ignored_folders: list[str]) -> bool:
+    folders = Path(name).parts[:-1]
+    is_ignored = any(fnmatch.fnmatch(folder, pattern) for folder in folders for pattern in ignored_folders)
+    return is_ignored or folders[:1] != ("tests",) or TEST.search(text) is None
+
+
+def test_every_test_module_is_collected():
+    ignored = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["norecursedirs"]
+    modules = modules_of_tests()
     assert len(modules) > 150
-    assert modules - (modules_of_this_run(request.session) or collected_modules()) == set()
+    assert [name for name, text in modules.items() if never_collected(name, text, ignored)] == []
+
+
+@pytest.mark.parametrize("name", ["tests/venv/test_a.py", "dynmo_train/test_a.py", "tests/.a/test_b.py"])
+def test_module_that_is_never_collected_is_found(name):
+    assert never_collected(name, "def test_a(): ...", [".*", "venv"])
+    assert never_collected("tests/test_a.py", "def helper(): ...", [])
+    assert not never_collected("tests/test_a.py", "def test_a(): ...", [".*", "venv"])
+
+
+def test_module_of_the_claims_is_named_by_a_mutant_or_a_document():
+    named = {test.partition("::")[0] for mutant in read_table() for test in mutant.tests}
+    for document in tracked("README.md", "CONTRIBUTING.md", "dynmo_*/README.md"):
+        named |= set(README.findall((ROOT / document).read_text(encoding="utf-8")))
+    claims = {name for name, text in modules_of_tests().items() if not IS_COMPLETE.search(text)}
+    assert {name for name in claims - named if not name.startswith(ABOUT_THE_PROJECT)} == set()
+
+
+def test_mutant_is_caught_by_the_claims():
+    complete = {name for name, text in modules_of_tests().items() if IS_COMPLETE.search(text)}
+    named = {mutant.name: {test.partition("::")[0] for test in mutant.tests} for mutant in read_table()}
+    assert {name for name, tests in named.items() if tests <= complete} == set()
+
+
+ORPHAN = """
+import os, time
+if os.fork() == 0:
+    while time.process_time() < 1:
+        pass
+"""
+
+
+def test_processor_time_includes_processes_without_a_parent(tmp_path):
+    script = "from tests.suite import *; adopt_orphans(); print(run_counted({'a': [PYTHON, *sys.argv[1:]]}))"
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    command = [sys.executable, "-c", script, str(tmp_path / "orphan.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert float(re.search(r"processor_s=([\d.]+)", done.stdout)[1]) > 0.9
