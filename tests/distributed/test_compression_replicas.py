@@ -25,7 +25,7 @@ from tests.distributed.test_placement import cut, vee
 from tests.distributed.whole_runs import figures, lines, tensors, train, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 FUSED = CompressionSettings(fuse_ties=True)
 SGD = CompressionSettings(replica_rank=4, feedback=True)

@@ -13,7 +13,7 @@ from tests.distributed.ports import free_port
 from tests.distributed.whole_runs import arguments, check_fields, events, figures, lines, tensors, train, write_data
 from tests.paths import ROOT
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 # A launcher whose workers kill themselves at the points in their environment.
 LAUNCHER = """

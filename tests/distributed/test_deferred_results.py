@@ -21,6 +21,8 @@ from tests.distributed.scenario import Scenario, engine_of, fingerprint
 from tests.distributed.whole_runs import write_data
 from tests.distributed.workers import run_workers
 
+pytestmark = pytest.mark.complete
+
 VALUES = {
     "num_layers": 4,
     "hidden_size": 32,

@@ -18,7 +18,7 @@ from dynmo_train.trainer.engine import Engine
 from tests.distributed.scenario import MICROBATCHES, Scenario, engine_of
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 MS = 1_000_000
 PLAIN = Scenario(steps=3, prune=False, freeze=(), dropout=0.0)

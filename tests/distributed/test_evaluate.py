@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.workers import run_workers
 from tests.unit.dynmo_ckpt import native_checkpoints
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 WORDS = [f"w{number}" for number in range(29)]
 
 

@@ -13,7 +13,7 @@ from dynmo_train.launch.find_command import program_path
 from tests.distributed.scenario import digest
 from tests.distributed.whole_runs import close_losses, events, figures, tensors, train, write_data
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 STEPS, SAVED = 8, 5
 PLAIN = {

@@ -14,7 +14,7 @@ from dynmo_train.parallel.expert_replicas import token_dispatcher
 from dynmo_train.parallel.process_groups import destroy_world, init_world
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(300)]
 
 EXPERTS, WIDTH, TOKENS = 4, 8, 24
 CASES = {

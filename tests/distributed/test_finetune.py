@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.whole_runs import run_command
 from tests.distributed.workers import run_workers
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 WORDS = [f"w{number}" for number in range(24)]
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 24 --vocab-file vocab.txt"
 SHAPE += " --tokenizer-type BertWordPieceLowerCase --micro-batch-size 4 --global-batch-size 8 --lr 2e-3"

@@ -19,7 +19,7 @@ from tests.distributed.scenario import Scenario, batch_of
 from tests.distributed.test_parallel import LONG, MOVING, SPLIT
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 BASE = Scenario(steps=2, prune=False, freeze=((1, 2),), dropout=0.0)
 # Two copies of the shards; its context-parallel ranks share the tokens of two microbatches each.

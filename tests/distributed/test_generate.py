@@ -10,7 +10,7 @@ from tests.distributed.ports import free_port
 from tests.distributed.workers import run_workers
 from tests.unit.dynmo_ckpt import native_checkpoints
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 WORDS = [f"w{number}" for number in range(29)]
 PROMPTS = ["w1 w2 w3", "w7", "w9 w8", "w3 w1 w4 w1 w5", "w20 w21"]
 

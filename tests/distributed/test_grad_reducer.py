@@ -18,6 +18,8 @@ from tests.distributed.layouts import Layout, engine_on
 from tests.distributed.scenario import Scenario, batch_of
 from tests.distributed.workers import run_workers
 
+pytestmark = pytest.mark.complete
+
 PLAIN = Scenario(prune=False, freeze=(), tied=False)
 
 

@@ -16,7 +16,7 @@ from tests.distributed.whole_runs import arguments, check_fields, events, figure
 from tests.paths import ROOT
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

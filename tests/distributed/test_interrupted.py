@@ -11,7 +11,7 @@ from dynmo_train.trainer.monitoring.training_log import TrainingLog
 from tests.distributed.whole_runs import arguments, figures, lines, run_command, train, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 SHORT = {"train_iters": "3", "lr_decay_iters": "24", "eval_interval": "24"}
 

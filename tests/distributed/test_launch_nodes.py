@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.ports import free_port
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 
 NODE = """
 import sys

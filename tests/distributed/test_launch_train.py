@@ -17,7 +17,7 @@ import pytest
 from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
 from tests.distributed.whole_runs import check_fields, events
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 
 OPTIONS = {
     "--num-layers": 2,

@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.whole_runs import train, write_data
 from tests.unit.dynmo_train.trainer.monitoring.pseudo_terminal import Terminal
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 def test_live_view_follows_a_run_through_a_resume(tmp_path):

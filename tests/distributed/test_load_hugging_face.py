@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.distributed.whole_runs import arguments, figures, lines, run_command, train, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.distributed.workers import run_workers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 LENGTH, BATCH, STEPS, RATE = 32, 4, 2, 1e-3
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}

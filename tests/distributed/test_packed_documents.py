@@ -6,6 +6,8 @@ import pytest
 
 from tests.distributed.whole_runs import figures, tensors, train
 
+pytestmark = pytest.mark.complete
+
 PACKED = (
     "--mock-data",
     "--reset-position-ids",

@@ -21,7 +21,7 @@ from tests.distributed.whole_runs import arguments, events, figures, lines, trai
 from tests.waiting import wait_for
 
 yaml = pytest.importorskip("yaml")
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 JOB = "packed"
 # The container's own hosts file; nothing of this machine's is changed.

@@ -11,7 +11,7 @@ import torch
 from tests.distributed.whole_runs import run_command, train, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 WEIGHT, ITEM = "layers.1.mlp.fc1.weight", "layers.2.attention"
 SHORT = {"train_iters": "8", "save_interval": "4", "eval_iters": "0"}

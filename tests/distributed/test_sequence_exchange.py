@@ -12,7 +12,7 @@ from dynmo_train.parallel.process_groups import set_parallel_dims
 from dynmo_train.parallel.tensor_parallel import tensor_region
 from tests.distributed.workers import run_workers
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 BATCH, TOKENS, WIDTH = 3, 8, 5
 
 

@@ -16,7 +16,7 @@ from tests.distributed.ports import free_port
 from tests.distributed.whole_runs import arguments, figures, lines, tensors, train, write_data
 from tests.waiting import wait_for, wait_for_exit
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 def answers(port):

@@ -17,7 +17,10 @@ from tests.documents.markdown import blocks
 from tests.paths import ROOT
 
 # A mark, because a module that is skipped as a whole has no tests to collect.
-pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
+pytestmark = [
+    pytest.mark.complete,
+    pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed"),
+]
 
 GUIDE = ROOT / "dynmo_train" / "data" / "README.md"
 

@@ -15,7 +15,7 @@ from tests.documents.markdown import blocks
 from tests.paths import ROOT
 from tests.unit.dynmo_train.trainer.monitoring.tracking.wandb_files import read_offline
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 GUIDE = ROOT / "dynmo_train" / "trainer" / "monitoring" / "README.md"
 
 

@@ -15,7 +15,7 @@ from tests.distributed.whole_runs import arguments, events, figures, lines, tens
 from tests.faults.network_hosts import network, reason_to_skip
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 LONG = {"train_iters": "48", "save_interval": "6", "eval_interval": "48"}
 

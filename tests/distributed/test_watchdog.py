@@ -16,7 +16,7 @@ from tests.distributed.test_launch_train import command, losses, place, worker  
 from tests.distributed.whole_runs import check_fields, events, lines
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 
 NODE = """
 import sys

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.test_launch_train import command, losses, place  # noqa: F401 - place is a fixture
 from tests.distributed.whole_runs import check_fields, events, lines
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 
 SLOW_FROM, SLOW_TO, STEPS = 21, 60, 90
 LAYERS = 4

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.complete
+
 SCRIPT = Path(__file__).parents[2] / "bin" / "bert_example.sh"
 SMALL = {
     "CORPUS_BYTES": "60000",

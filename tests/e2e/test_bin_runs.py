@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 BIN = Path(__file__).parents[2] / "bin"
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 TINY = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32"),
     *("--max-position-embeddings", "32", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "4"),

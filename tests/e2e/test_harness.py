@@ -15,6 +15,8 @@ from dynmo_train.cli import app
 from dynmo_train.evaluation.lm_eval_data import TASKS, find_data, parse_tasks, read_rows, write_task
 from tests.unit.dynmo_ckpt import native_checkpoints
 
+pytestmark = pytest.mark.complete
+
 QUESTION = {"question": "What sat?", "options": ["a cat", "a log", "a mat", "a dog"], "answer": "A"}
 ROWS = {
     "lambada": {"text": "the cat sat on the mat"},

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.whole_runs import write_data
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(600)]
 transformers = pytest.importorskip("transformers")
 SIZES = {
     "vocab_size": 128,

@@ -28,7 +28,7 @@ OPTIONAL = ("torch", "tokenizers", "safetensors", "ftfy", "langdetect", "dataske
 FIXTURES = ROOT / "tests" / "contracts" / "fixtures"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 def run(*command, cwd, check=True):

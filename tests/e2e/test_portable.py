@@ -10,6 +10,8 @@ import pytest
 
 from dynmo_ckpt._common import portable
 
+pytestmark = pytest.mark.complete
+
 WITHOUT = """
 import builtins, os
 for name in dir(os):

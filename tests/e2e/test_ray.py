@@ -21,7 +21,7 @@ import pytest
 from tests.distributed.ports import free_port
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.complete, pytest.mark.timeout(600)]
 
 HOLD = "DYNMO_RAY_TEST_HOLD"
 # Of every process of the cluster: the first task that opens an output while a file $HOLD exists waits there, and writes

@@ -19,7 +19,7 @@ from tests.distributed.ports import free_port
 from tests.distributed.whole_runs import arguments, events, figures, lines, train, write_data
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 # Slurm delays a requeued job: until then its nodes refuse the id of a terminated job.
 REQUEUE_DELAY_S = 125

@@ -14,7 +14,7 @@ from tests.distributed.whole_runs import arguments, command, figures, run_comman
 from tests.distributed.workers import run_workers
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 
 
 def with_high_id(prefix, position):

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.whole_runs import arguments, lines, run_command, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.complete, pytest.mark.distributed]
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

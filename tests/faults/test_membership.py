@@ -15,6 +15,8 @@ from tests.faults.network_hosts import reason_to_skip
 from tests.faults.stand_in_worker import digest, next_state, undisturbed
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.complete
+
 EPISODES, MINUTES = 3, 2
 
 

@@ -21,7 +21,7 @@ import pytest
 from tests.distributed.whole_runs import check_fields, command, events, lines, write_data
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 LAYERS, WORKERS, SLOW_RANK = 6, 2, 1
 PERIOD_US, SHARE = 100_000, 0.2

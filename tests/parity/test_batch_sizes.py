@@ -12,6 +12,8 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.config.batch_schedule import SUFFIXES, parse_batch_size_schedule
 from dynmo_train.models.experts.moe_shape import MoeShape
 
+pytestmark = pytest.mark.complete
+
 
 @pytest.fixture(scope="module")
 def calculators() -> Any:

@@ -18,7 +18,7 @@ from tests.parity import megatron_families
 from tests.parity.megatron_families import STEP, TOKENS
 from tests.paths import ROOT
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(600)]
 ATOL = 1e-4
 # Family, and the names of its checkpoint; the architecture of transformers that computes it, None where there is none.
 CASES = {

@@ -25,7 +25,7 @@ from tests.parity import megatron_optimizer
 from tests.parity.megatron_families import SIZES, VOCABULARY
 from tests.paths import ROOT
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(600)]
 KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 # fully_sharded_bucket_space is absent: 0.12 cannot save it where a rank has several parts of a bucket.
 # kind, model, sizes: tensor, expert, data, stages; elements of a bucket (0: one bucket)

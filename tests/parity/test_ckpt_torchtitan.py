@@ -31,6 +31,7 @@ except ImportError:
     checkpointer = None
 
 pytestmark = [
+    pytest.mark.complete,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(checkpointer is None, reason="torchtitan 0.3 is not installed"),
 ]

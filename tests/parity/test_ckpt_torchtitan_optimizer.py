@@ -29,7 +29,7 @@ if checkpointer is not None:
         ("DeepseekV2", "DeepseekV3"), DeepSeekV3StateDictAdapter
     )
 
-pytestmark = [filters, skip]
+pytestmark = [pytest.mark.complete, filters, skip]
 float32_on_the_cpu = models.float32_on_the_cpu
 LR, STEPS = 1e-3, 3
 

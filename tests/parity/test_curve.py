@@ -11,6 +11,8 @@ import torch
 
 from dynmo_train.parallel.process_groups import destroy_world
 
+pytestmark = pytest.mark.complete
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "train_curve.py"
 
 

@@ -12,6 +12,8 @@ from dynmo_train.parallel.process_groups import destroy_world
 from tests.parity.test_decoder_shapes import SHAPES, models_of
 from tests.parity.test_generation import train_tokenizer
 
+pytestmark = pytest.mark.complete
+
 NAMES = ("Llama", "Mistral", "Mixtral", "Qwen3", "Gemma", "Olmo2", "yarn")
 TEXT = "the cat sat on the mat and the dog sat on the log. "
 # No context is another one with its continuation but the last token: the harness shares their logits, and then reads

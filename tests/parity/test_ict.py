@@ -23,6 +23,8 @@ from dynmo_train.models.families.ict import Ict, IctShape
 from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 from tests.parity.megatron_bert import both, config_of, encoder
 
+pytestmark = pytest.mark.complete
+
 SHAPE = IctShape(
     num_layers=2,
     hidden_size=48,

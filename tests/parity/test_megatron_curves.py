@@ -9,6 +9,7 @@ import pytest
 from tests.parity.megatron_curves import CASES, FAMILIES, SCHEDULES, VARIANTS, WSD_STYLES, curves
 
 pytestmark = [
+    pytest.mark.complete,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(900),
 ]

@@ -9,6 +9,8 @@ import pytest
 from tests.parity.megatron_placement import CASES, placement
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.complete
+
 RECORD = ROOT / "tests" / "unit" / "dynmo_train" / "config" / "megatron" / "placement.json"
 
 

@@ -11,6 +11,8 @@ from dynmo_train.models.experts.moe import route
 from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.models.experts.router import RouterShape
 
+pytestmark = pytest.mark.complete
+
 
 @pytest.mark.parametrize(("groups", "chosen"), [(8, 4), (4, 4), (1, 1)])
 def test_router_equals_deepseek_v3(groups, chosen):

@@ -11,6 +11,8 @@ from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.families.llama import Llama, LlamaShape
 from tests.parity.reference_models import check_logits, save_native
 
+pytestmark = pytest.mark.complete
+
 COMMON = {
     "num_layers": 2,
     "hidden_size": 16,

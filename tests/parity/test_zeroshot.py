@@ -15,6 +15,8 @@ from dynmo_train.evaluation.lambada import read_passages, split_passage
 from dynmo_train.evaluation.wikitext import count_words, detokenize
 from tests.paths import SHARED_DATA
 
+pytestmark = pytest.mark.complete
+
 POSITIONS, OVERLAP = 48, 16
 ARTICLE = """
  = Robert the Builder =
