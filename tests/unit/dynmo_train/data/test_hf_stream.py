@@ -105,6 +105,7 @@ def samples_of(documents: list[str], count: int) -> np.ndarray:
     return np.stack([stream[number * SEQ_LENGTH :][: SEQ_LENGTH + 1] for number in range(count)])
 
 
+@pytest.mark.complete
 def test_stream_has_the_tokens_of_binarized_documents(folder, tmp_path):
     whole = tmp_path / "whole.jsonl"
     whole.write_text("".join(file.read_text() for file in sorted(folder.glob("part*.jsonl"))), encoding="utf-8")

@@ -75,6 +75,7 @@ PLAIN = {"prune": False, "freeze": ()}
 WITH_EXPERTS = [model for model in SAMPLES if "mixtral" in model or model in ("sinks", "deepseek")]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -123,6 +124,7 @@ def test_engine_float16_loss_gets_the_scale_in_the_forward(meta_world, monkeypat
     assert [factor for factor, _ in pairs] == [scale for _, scale in pairs]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(("model", "precision"), [("gpt", "fp32"), ("gpt-packed", "fp32"), ("llama-packed", "bf16")])
 def test_engine_step_of_a_context_rank_reads_the_device_once(meta_world, copies, monkeypatch, model, precision):
     """A rank of two without communication: its batch and its boundaries have half of the tokens."""

@@ -93,6 +93,7 @@ def window(tmp_path_factory):
         yield page
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [800, 1600])
 def test_page_in_a_browser_has_no_clipped_text(window, runs, tmp_path, width, dark):
@@ -103,6 +104,7 @@ def test_page_in_a_browser_has_no_clipped_text(window, runs, tmp_path, width, da
     assert window.problems() == []
 
 
+@pytest.mark.complete
 def test_page_of_unusual_runs_has_no_clipped_text(window, runs, tmp_path):
     first, second = (run.rename(run.with_name(f"<i>{at}" + "x" * 190)) for at, run in enumerate(runs))
     lines = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
@@ -119,6 +121,7 @@ def test_page_of_unusual_runs_has_no_clipped_text(window, runs, tmp_path):
         assert window.problems() == []
 
 
+@pytest.mark.complete
 def test_hover_shows_the_values_of_both_runs(window, runs, tmp_path):
     (tmp_path / "both.html").write_text(page_of(runs))
     window.open(tmp_path / "both.html")

@@ -139,6 +139,7 @@ def test_live_view_follows_a_run_and_resizes(tmp_path, terminal):
     assert termios.tcgetattr(shown.terminal) == shown.settings
 
 
+@pytest.mark.complete
 def test_live_view_reports_an_unreadable_run(tmp_path, terminal):
     # A byte that is not UTF-8 and a control character are legal in names of files.
     run = tmp_path / os.fsdecode(b"run\xff\x1b")
@@ -152,6 +153,7 @@ def test_live_view_reports_an_unreadable_run(tmp_path, terminal):
     assert shown.end()[0] == 0
 
 
+@pytest.mark.complete
 def test_live_view_ends_with_the_run(tmp_path, terminal):
     run = write_run(tmp_path / "run", steps=3, train_iters=4)
     shown = terminal("--every-s", "0.1", run)
@@ -174,6 +176,7 @@ def test_ctrl_c_restores_the_terminal(tmp_path, terminal):
     assert termios.tcgetattr(shown.terminal) == shown.settings
 
 
+@pytest.mark.complete
 def test_update_draws_changed_lines_only(tmp_path, terminal):
     run = write_run(tmp_path / "run")
     shown = terminal("--every-s", "0.2", run, size=(80, 24))
@@ -191,6 +194,7 @@ def test_update_draws_changed_lines_only(tmp_path, terminal):
     assert shown.end()[0] == 0
 
 
+@pytest.mark.complete
 def test_live_view_is_ascii_without_utf8(tmp_path, terminal):
     run = write_run(tmp_path / "run")
     append(run / "events.jsonl", {"step": 340, "kind": "planner", "message": "3 ä"})
@@ -201,6 +205,7 @@ def test_live_view_is_ascii_without_utf8(tmp_path, terminal):
     assert shown.end()[0] == 0
 
 
+@pytest.mark.complete
 def test_once_is_ascii_without_utf8(tmp_path):
     run = write_run(tmp_path / "run")
     # Characters that ASCII lacks are escaped, in JSON as JSON.
@@ -214,6 +219,7 @@ def test_once_is_ascii_without_utf8(tmp_path):
     assert json.loads(report.stdout)["events"][-1] == "3 ä"
 
 
+@pytest.mark.complete
 def test_no_color_draws_without_colors(tmp_path, terminal):
     shown = terminal(write_run(tmp_path / "run"), NO_COLOR="1")
     output = shown.wait_for(rule("Events", 60))
@@ -222,11 +228,13 @@ def test_no_color_draws_without_colors(tmp_path, terminal):
     assert shown.end()[0] == 0
 
 
+@pytest.mark.complete
 def test_color_is_drawn_without_no_color(tmp_path, terminal):
     shown = terminal(write_run(tmp_path / "run"))
     assert re.search(r"\x1b\[(\d+;)*3\d(;\d+)*m", shown.wait_for(rule("Events", 60)))
 
 
+@pytest.mark.complete
 def test_dumb_terminal_gets_one_plain_summary(tmp_path, terminal):
     shown = terminal(write_run(tmp_path / "run"), TERM="dumb")
     code, output = shown.end()

@@ -74,6 +74,7 @@ def test_offline_run_has_scalars_options_and_events(wandb, tmp_path, monkeypatch
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.complete
 def test_resumed_run_has_the_same_id_and_new_options(wandb, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for iters in (12, 24):
@@ -86,6 +87,7 @@ def test_resumed_run_has_the_same_id_and_new_options(wandb, tmp_path, monkeypatc
     assert [first["exit_code"], second["exit_code"]] == [1, 0]
 
 
+@pytest.mark.complete
 def test_run_without_login_is_written_offline(wandb, tmp_path, capsys):
     writer = client(tmp_path / "run")
     writer.start()
@@ -99,6 +101,7 @@ def test_run_without_login_is_written_offline(wandb, tmp_path, capsys):
     assert f"wandb sync {folder}" in message
 
 
+@pytest.mark.complete
 def test_run_without_network_is_written_offline(wandb, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     # Port 9 of this machine refuses connections.
