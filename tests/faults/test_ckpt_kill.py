@@ -21,6 +21,8 @@ from dynmo_train.formats.checkpoint import find_checkpoint, remove_stale_staging
 from tests.paths import ROOT
 from tests.unit.dynmo_ckpt import native_checkpoints
 
+pytestmark = pytest.mark.complete
+
 KILLS = int(os.environ.get("DYNMO_TEST_KILLS", "6"))
 
 # Forked, so that what is imported once serves every run; nothing here has started a thread before.

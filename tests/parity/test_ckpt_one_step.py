@@ -16,6 +16,8 @@ from tests.unit.dynmo_ckpt import families, legacy_gpt, native_checkpoints
 from tests.unit.dynmo_ckpt.converters import test_torch_dcp
 from tests.unit.dynmo_ckpt.megatron import test_distributed
 
+pytestmark = pytest.mark.complete
+
 SOURCES = ("native", "hf", "hf bin", "legacy", "deepspeed", "core", "dcp of transformers", "torchtitan", "llama2c")
 
 
