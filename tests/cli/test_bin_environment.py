@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.complete
+
 SCRIPT = Path(__file__).parents[2] / "bin" / "environment.sh"
 # An interpreter of another version: it prints its version, creates an empty environment, and records the calls of pip.
 STAND_IN = """#!/bin/sh

@@ -12,6 +12,7 @@ from tests.cli.cli_files import torch_tree
 from tests.unit.dynmo_ckpt import families, legacy_families, native_checkpoints
 
 
+@pytest.mark.complete
 def test_convert_every_legacy_version_gives_equal_bytes(ckpt, native, legacy_save, tmp_path):
     directory, m, p = native
     ckpt("convert", directory, tmp_path / "expected", "--to", "hf")

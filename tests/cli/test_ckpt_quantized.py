@@ -7,6 +7,8 @@ import pytest
 
 from tests.unit.dynmo_ckpt.small_llama import quantize_fp8, save_adapter, small_llama
 
+pytestmark = pytest.mark.complete
+
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.unit.dynmo_ckpt.small_llama import prune, small_llama
 
+pytestmark = pytest.mark.complete
+
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 LAYOUTS = ("sparse-24-bitmask", "sparse-bitmask")

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from dynmo_balance.costs.devices import load_device
 from tests.paths import CONTRACTS
 
@@ -21,6 +23,7 @@ def doctor(*words, launch=(), **environment):
     )
 
 
+@pytest.mark.complete
 def test_doctor_reports_every_component_and_exits_with_0(tmp_path):
     done = doctor("--run-dir", tmp_path, "--format", "json")
     assert done.returncode == 0, done.stderr
@@ -41,6 +44,7 @@ def test_doctor_without_torch_exits_with_1(tmp_path):
     assert done.stdout.splitlines()[-1].startswith("not usable | error: 1")
 
 
+@pytest.mark.complete
 def test_doctor_reports_a_program_of_another_version(tmp_path):
     path = tmp_path / "dynmo-plan"
     path.write_text("#!/bin/sh\necho 'dynmo-plan 9.9 | distribution: other'\n")
@@ -49,6 +53,7 @@ def test_doctor_reports_a_program_of_another_version(tmp_path):
     assert f"9.9 ({path})" in done.stdout
 
 
+@pytest.mark.complete
 def test_doctor_bandwidth_writes_a_device_for_the_planner(tmp_path):
     file = tmp_path / "here.toml"
     words = ["--bandwidth", "--nproc", 2, "--max-bytes", 65536, "--device", "cpu", "--format", "json"]
@@ -65,6 +70,7 @@ def test_doctor_bandwidth_writes_a_device_for_the_planner(tmp_path):
     assert subprocess.run(command, capture_output=True, timeout=300).returncode == 0
 
 
+@pytest.mark.complete
 def test_doctor_under_a_launcher_reports_once():
     launch = ("launch", "local", "--nproc", "2", "--")
     done = doctor("--bandwidth", "--max-bytes", 65536, "--device", "cpu", launch=launch)

@@ -12,7 +12,7 @@ import pytest
 
 from dynmo_train.cli.published_scripts import find
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.complete, pytest.mark.timeout(900)]
 
 WORDS = "river mill stone water garden winter letter window bridge market captain island forest village"
 SCRIPT = """

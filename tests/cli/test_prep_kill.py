@@ -18,6 +18,8 @@ import pytest
 from dynmo_tools import cli
 from tests.cli.prep_steps import DERIVED_INPUTS, STEPS, outputs, write_inputs
 
+pytestmark = pytest.mark.complete
+
 KILLS = int(os.environ.get("DYNMO_KILLS", "2"))
 
 # Forked, so that what is imported once serves every run; nothing here has started a thread before.

@@ -269,6 +269,7 @@ def sbatch(tmp_path, monkeypatch):
     return fake
 
 
+@pytest.mark.complete
 def test_sbatch_failure_cancels_earlier_jobs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -281,6 +282,7 @@ def test_sbatch_failure_cancels_earlier_jobs(tmp_path, monkeypatch):
     assert (done.returncode, (tmp_path / "cancelled").read_text()) == (1, "41\n")
 
 
+@pytest.mark.complete
 @pytest.mark.distributed
 @pytest.mark.parametrize("emit", [False, True])
 def test_slurm_arrays_write_the_same_bytes(prep, sbatch, tmp_path, emit):
@@ -298,6 +300,7 @@ def test_slurm_arrays_write_the_same_bytes(prep, sbatch, tmp_path, emit):
     assert (tmp_path / "slurm.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.complete
 @pytest.mark.distributed
 def test_slurm_arrays_with_overwrite_replace_the_output(prep, sbatch, tmp_path):
     source = documents(tmp_path / "in.jsonl")
@@ -334,6 +337,7 @@ def made(folder):
     return [(folder / f"data_text_document.{ending}").read_bytes() for ending in ("bin", "idx")]
 
 
+@pytest.mark.complete
 @pytest.mark.distributed
 @pytest.mark.parametrize("emit", [False, True])
 def test_pipeline_in_slurm_arrays_writes_the_same_bytes(prep, sbatch, recipe, tmp_path, emit):
@@ -357,6 +361,7 @@ def test_pipeline_in_slurm_arrays_writes_the_same_bytes(prep, sbatch, recipe, tm
     assert [(step["name"], step["reused"]) for step in steps] == [("merge", True), ("mix", True), ("binarize", True)]
 
 
+@pytest.mark.complete
 @pytest.mark.distributed
 def test_pipeline_in_slurm_arrays_with_overwrite_replaces_outputs(prep, sbatch, recipe, tmp_path):
     folder = tmp_path / "slurm"
@@ -385,6 +390,7 @@ def test_pipeline_subset_out_of_range_is_refused(prep, recipe, tmp_path, more, m
     assert (code, message in err) == (2, True), err
 
 
+@pytest.mark.complete
 @pytest.mark.distributed
 def test_pipeline_on_ray_writes_the_same_bytes(recipe, tmp_path):
     """In a process of its own: Ray starts threads and children that outlive a test."""
@@ -398,6 +404,7 @@ def test_pipeline_on_ray_writes_the_same_bytes(recipe, tmp_path):
     assert "Processed" in done.stderr
 
 
+@pytest.mark.complete
 @pytest.mark.distributed
 def test_ray_writes_the_same_bytes(tmp_path):
     """In a process of its own: Ray starts threads and children that outlive a test."""
@@ -441,6 +448,7 @@ def test_truncated_input_fails_its_task_without_output(prep, tmp_path, ending):
     assert (tmp_path / "out.jsonl").read_bytes() == payload
 
 
+@pytest.mark.complete
 def test_merge_parquet_input_has_all_rows(prep, tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="the extra 'parquet' is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")

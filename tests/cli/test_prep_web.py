@@ -159,6 +159,7 @@ def test_edited_output_is_unchanged_and_overwrite_keeps_the_journal(prep, site, 
     assert [path for path, _, _ in server.robots_host] == ["/robots.txt", "/page2"]
 
 
+@pytest.mark.complete
 def test_journal_has_pages_above_64_mib(prep, site, tmp_path):
     """More than 64 MiB in the journal: each byte of invalid UTF-8 takes three bytes there."""
     _, base = site
@@ -196,6 +197,7 @@ sys.stderr.write("peak " + next(line.split()[1] for line in lines if line.starts
 """
 
 
+@pytest.mark.complete
 def test_fetch_memory_does_not_grow_with_the_url_list(site, tmp_path):
     server, base = site
     peaks = []

@@ -12,6 +12,8 @@ import torch
 
 from dynmo_train.config import option_specs
 
+pytestmark = pytest.mark.complete
+
 SMALL = {
     "--num-layers": "2",
     "--hidden-size": "8",

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
 
+pytestmark = pytest.mark.complete
+
 WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(15))]
 
 

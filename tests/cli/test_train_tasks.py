@@ -63,6 +63,7 @@ def run(line):
     return done.exit_code, done.stdout, done.stderr
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("command", ["tasks --task WIKITEXT103", "evaluate --task=WIKITEXT103", "evaluate wikitext"])
 def test_wikitext_megatron_command_line_prints_result(place, command):
     line = f"{command} {GPT} --valid-data wiki.txt --tokenizer-type GPT2BPETokenizer --load gpt --micro-batch-size 8"
@@ -73,6 +74,7 @@ def test_wikitext_megatron_command_line_prints_result(place, command):
     assert "accepted for compatibility and ignored: --checkpoint-activations: no effect without training" in err
 
 
+@pytest.mark.complete
 def test_wikitext_legacy_megatron_checkpoint_has_same_perplexity(place, tmp_path):
     """``--load checkpoints/gpt2_345m`` in Megatron's scripts is a directory in Megatron's format."""
     from dynmo_ckpt.cli import app as ckpt
@@ -180,6 +182,7 @@ def test_generate_interactive_continues_each_line(place):
     assert "the model has 12 positions" in done.stderr
 
 
+@pytest.mark.complete
 def test_finetune_mnli_megatron_command_line_trains(place):
     shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
     line = f"tasks --task MNLI --train-data train.tsv --valid-data train.tsv train.tsv {shape} --vocab-file bert.txt"
@@ -233,6 +236,7 @@ def race(place):
     return place
 
 
+@pytest.mark.complete
 def test_finetune_race_megatron_command_line_trains(race):
     """The command line of Megatron's ``finetune_race_distributed.sh``, and an evaluation of the model."""
     shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"

@@ -56,6 +56,7 @@ def test_balancer_of_outside_package_works_in_every_command(tmp_path, run):
     assert read_plan(run / "plans/plan-000001.json").balancer == "activations"
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("name", "value", "source", "message"),
     [
@@ -84,6 +85,7 @@ def test_balancer_of_faulty_package_is_refused_by_name(tmp_path, run, name, valu
     assert message in err
 
 
+@pytest.mark.complete
 def test_unknown_balancer_is_refused_with_the_known_names(tmp_path, run):
     site = install_section("A balancer", tmp_path / "site")
     code, _, err = dynmo_plan(site, "partition", run, "--balancer", "magic")
@@ -100,6 +102,7 @@ def test_help_does_not_import_outside_packages(tmp_path):
     assert dynmo_plan(install(tmp_path / "site", files), "partition", "--help")[0] == 0
 
 
+@pytest.mark.complete
 def test_trainer_accepts_the_balancer_of_an_installed_package_only(tmp_path):
     options = "pretrain gpt --num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 9 --lr 1"
     options += " --train-iters 1 --micro-batch-size 1 --data-path none --dry-run --dry-run-processes 2 --balance online"

@@ -46,6 +46,7 @@ def saved(directory):
     return model
 
 
+@pytest.mark.complete
 def test_outside_format_is_written_detected_and_read(installed, tmp_path):
     model = saved(tmp_path / "in")
     done = run(installed, "convert", tmp_path / "in", tmp_path / "packed", "--to", "packed")
@@ -71,6 +72,7 @@ def test_outside_format_is_written_detected_and_read(installed, tmp_path):
         assert "no tensor differs" in run(installed, "diff", tmp_path / "in", tmp_path / name).stdout
 
 
+@pytest.mark.complete
 def test_outside_format_cast_and_changed_weights_are_detected(installed, tmp_path):
     saved(tmp_path / "in")
     run(installed, "convert", tmp_path / "in", tmp_path / "half", "--to", "packed", "--dtype", "fp16")
@@ -108,6 +110,7 @@ def test_outside_format_options_that_it_lacks_are_refused(installed, tmp_path):
     )
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("point", "source", "message"),
     [
@@ -131,6 +134,7 @@ def test_broken_outside_format_names_its_package(installed, tmp_path, point, sou
         assert "broken-checkpoints 2.5" in named
 
 
+@pytest.mark.complete
 def test_two_packages_with_one_format_name_are_both_named(installed, tmp_path):
     point = 'packed = "packed_checkpoints:PACKED"\n'
     install(installed, {"pyproject.toml": BROKEN + point})

@@ -68,6 +68,7 @@ def test_outside_filter_has_command_options_and_help(prep, corpus):
         assert option in out
 
 
+@pytest.mark.complete
 def test_commands_of_the_section_run_as_written(prep, corpus):
     section = contributing_section("A filter")
     (command,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
@@ -80,6 +81,7 @@ def test_commands_of_the_section_run_as_written(prep, corpus):
     assert code == 0, err
 
 
+@pytest.mark.complete
 def test_outside_filter_runs_in_workers_with_counts_and_dropped_rows(prep, corpus):
     options = ("--keyword", "casino", "--min-count", 2, "--save-dropped", "dropped.jsonl", "--format", "json")
     code, out, err = prep(
@@ -97,6 +99,7 @@ def test_outside_filter_runs_in_workers_with_counts_and_dropped_rows(prep, corpu
     assert "drop-keywords: done" in prep("status", "kept.jsonl.work")[1]
 
 
+@pytest.mark.complete
 def test_outside_filter_resumes_from_its_task_markers(prep, corpus):
     arguments = ("drop-keywords", "corpus.jsonl", "-o", "kept.jsonl", "--keyword", "casino", "--task-bytes", 40)
     assert prep(*arguments, "--phase", "map", "--task-index", 0, "--task-count", 2)[0] == 0
@@ -115,6 +118,7 @@ def test_run_is_not_resumed_with_another_version_of_the_package(prep, corpus):
     assert (code, "other settings or inputs" in err) == (2, True), err
 
 
+@pytest.mark.complete
 def test_outside_filter_is_a_step_of_recipes(prep, corpus):
     (corpus / "recipe.toml").write_text(RECIPE)
     arguments = ("pipeline", "recipe.toml", "--input", "corpus.jsonl", "--work-dir", "data", "--format", "json")
@@ -152,6 +156,7 @@ class Broken(DocumentFilter):
 """
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -177,6 +182,7 @@ def test_broken_filter_names_its_package_and_leaves_other_commands(prep, corpus,
     assert (code, "broken-package 0.3 cannot be loaded" in err) == (2, True), err
 
 
+@pytest.mark.complete
 def test_filter_that_raises_names_package_and_document(prep, corpus):
     packages = broken(corpus, CLASS.replace("FIELD", ""))
     code, _, err = prep("drop-keywords", "corpus.jsonl", "-o", "kept.jsonl", packages=packages)
@@ -185,6 +191,7 @@ def test_filter_that_raises_names_package_and_document(prep, corpus):
     assert "filter 'drop-keywords' of the package broken-package 0.3 raised AttributeError" in err
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", ["clean", "status"])
 def test_filter_whose_name_is_taken_is_ignored_with_a_warning(prep, corpus, name):
     packages = broken(corpus, CLASS.replace("FIELD", ""), name=name)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.extensions.outside_package import contributing_section, environment, install
+
+pytestmark = pytest.mark.complete
 
 CHAPTER = "Extending DynMo from your own package"
 PYPROJECT = """\

@@ -82,6 +82,7 @@ def data(tmp_path):
     return write_data(tmp_path / "data")
 
 
+@pytest.mark.complete
 def test_technique_from_an_outside_package_acts_and_lowers_costs(tmp_path, data):
     target = install_section("A dynamic technique", tmp_path / "site")
     (tmp_path / "run.toml").write_text(TOML)
@@ -107,6 +108,7 @@ def test_technique_from_an_outside_package_acts_and_lowers_costs(tmp_path, data)
     assert planned.returncode == 0, planned.stderr
 
 
+@pytest.mark.complete
 def test_technique_options_are_in_the_help_and_are_checked(tmp_path, data):
     target = install_section("A dynamic technique", tmp_path / "site")
     shown = run(target, "pretrain", "llama", "--help")
@@ -125,6 +127,7 @@ def test_technique_options_are_in_the_help_and_are_checked(tmp_path, data):
     assert "--drop-layers: must be below --num-layers 2; is 2" in refused.stderr
 
 
+@pytest.mark.complete
 def test_family_from_an_outside_package_trains_and_resumes(tmp_path, data):
     target = install_section("A model family", tmp_path / "site")
     assert "rms-gpt" in run(target, "pretrain", "--help").stdout
@@ -149,6 +152,7 @@ print(type(family).__name__, [item.name for item in family.items][-1])
     assert "the model family 'rms-gpt' is not installed; install its package" in without.stderr
 
 
+@pytest.mark.complete
 def test_broken_entry_point_names_its_package_and_the_remedy(tmp_path, data):
     module = "import a_module_that_is_missing\n"
     target = install(tmp_path / "site", {"pyproject.toml": BROKEN, "dynmo_broken.py": module})
@@ -184,6 +188,7 @@ def test_option_entry_point_adds_a_table_or_is_refused(tmp_path, table, name, ex
         assert expected in shown.stderr
 
 
+@pytest.mark.complete
 def test_help_of_other_commands_loads_no_entry_point(tmp_path):
     slow = "raise SystemExit('loaded')\n"
     target = install(tmp_path / "site", {"pyproject.toml": BROKEN, "dynmo_broken.py": slow})
@@ -193,6 +198,7 @@ def test_help_of_other_commands_loads_no_entry_point(tmp_path):
     assert "broken-gpt" in run(target, "pretrain", "--help").stdout
 
 
+@pytest.mark.complete
 def test_technique_in_the_registry_needs_one_file_and_one_line(tmp_path, data):
     target = install_section("A dynamic technique", tmp_path / "site")
     (target / "dynmo_layer_drop-0.1.0.dist-info" / "entry_points.txt").unlink()

@@ -11,6 +11,8 @@ import pytest
 from tests.fuzz.campaign import EXIT_DEFECTS, EXIT_USAGE
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.complete
+
 KINDS = {"key-error": "error", "loop": "hang", "loop-in-c": "hang", "allocation": "memory", "crash": "crash"}
 
 

@@ -15,6 +15,8 @@ from tests.benchmarks.suite.cases import CASES
 from tests.benchmarks.suite.measure import BenchmarkError, Case, Program, portable, run_case, summary_of
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.complete
+
 COMMITTED = ROOT / "tests" / "benchmarks" / "results.json"
 PRINT = "import json, pathlib; p = pathlib.Path('turns'); p.write_text((p.read_text() if p.exists() else '') + '{0}');"
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.complete
+
 ASSETS = ROOT / "bin" / "assets"
 SPEC = importlib.util.spec_from_file_location("readme_picture", ROOT / "bin" / "readme_picture.py")
 picture = importlib.util.module_from_spec(SPEC)

@@ -339,6 +339,7 @@ def test_load_device_reads_a_toml_file(tmp_path):
         load_device(str(file))
 
 
+@pytest.mark.complete
 def test_profile_build_check_show_and_diff(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(GPT))

@@ -175,6 +175,7 @@ def test_watch_oscillating_costs_plans_pass_verify(tmp_path):
         assert verify(plan, load_inputs(plan, tmp_path), base) == []
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("policy", ["threshold", "regret"])
 def test_watcher_restarted_at_each_step_decides_the_same(tmp_path, policy):
     options = WatchOptions(policy=policy, every=10, window=20, objective="bottleneck")

@@ -49,7 +49,7 @@ def random_problem(rng, chain_factory, problem_factory, schedule):
     return problem_factory(chain, workers, schedule, **options)
 
 
-@pytest.mark.parametrize("schedule", [*V_SCHEDULES, "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", [*V_SCHEDULES, pytest.param("interleaved-1f1b", marks=pytest.mark.complete)])
 def test_solve_interleaved_against_brute_force(schedule, rng, chain_factory, problem_factory):
     reached = tight = feasible = 0
     for _ in range(50):

@@ -40,6 +40,7 @@ def test_list_order_step_equals_the_simulation(rule, frozen, rng, chain_factory,
         assert max(count_in_flight(order)[first_trained:]) <= 4
 
 
+@pytest.mark.complete
 def test_custom_schedule_step_is_close_to_the_bound(rng, chain_factory, problem_factory):
     problem = random_problem(rng, chain_factory, problem_factory, 4, 40, microbatches=32)
     found = search_custom_schedules(problem, rounds=3)

@@ -92,6 +92,7 @@ def test_recipe_static_partitions_are_those_of_the_dense_model():
     assert outcome.uniform_ns == outcome.dense_uniform_ns > outcome.balanced_ns, "the head unbalances an even split"
 
 
+@pytest.mark.complete
 def test_recipe_search_is_never_worse():
     recipe = load_recipe("freezing")
     small = replace(recipe, spec=replace(recipe.spec, layers=8), run=replace(recipe.run, workers=2, microbatches=4))
@@ -207,6 +208,7 @@ def test_assumptions_of_a_recipe_state_another_size():
     )
 
 
+@pytest.mark.complete
 def test_optimality_gap_is_between_bounds_and_plain_1f1b():
     recipe = with_size(load_recipe("freezing"), 8, 2)
     recipe = replace(recipe, run=replace(recipe.run, microbatches=4))

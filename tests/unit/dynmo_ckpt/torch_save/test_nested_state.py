@@ -20,7 +20,7 @@ def test_flatten_nested_dictionaries_keeps_order(tmp_path):
     assert list(flatten(file, file.tree)) == ["b.z.w", "b.a", "b.3", "a"]
 
 
-@pytest.mark.parametrize("kind", ["deep", "itself", "itself twice", "shared"])
+@pytest.mark.parametrize("kind", ["deep", "itself", "itself twice", pytest.param("shared", marks=pytest.mark.complete)])
 def test_flatten_hostile_tree_is_refused(tmp_path, kind):
     tree = {"w": torch.ones(1)}
     file = opened(tmp_path, tree)

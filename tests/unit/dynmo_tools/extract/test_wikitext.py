@@ -124,6 +124,7 @@ LEFTOVERS = re.compile(
 )
 
 
+@pytest.mark.complete
 @pytest.mark.data
 @pytest.mark.parametrize("keep_lists", [False, True])
 def test_text_of_real_dumps_has_no_markup(shared_data, keep_lists):

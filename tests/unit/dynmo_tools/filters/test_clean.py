@@ -176,6 +176,7 @@ def test_detect_matches_langdetect_on_unusual_texts(varied_texts):
     assert [fast.detect(text) for text in odd] == [slow(text) for text in odd]
 
 
+@pytest.mark.complete
 @pytest.mark.data
 def test_detect_matches_langdetect_in_a_hundred_languages(shared_data):
     import zipfile
