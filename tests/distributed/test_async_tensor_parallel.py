@@ -19,7 +19,7 @@ from tests.distributed.test_placement import cut
 from tests.distributed.whole_runs import train, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 ASYNC = CUT | {"async_tensor_parallel": True}
 LLAMA = FAMILIES["llama"]

@@ -46,7 +46,7 @@ from tests.distributed.scenario import Scenario, batch_of, engine_of, fingerprin
 from tests.distributed.whole_runs import events, lines, train, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 AOT = "aot_eager"
 PLAIN = Scenario(steps=6, prune=False, freeze=((3, 1),))

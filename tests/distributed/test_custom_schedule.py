@@ -15,7 +15,7 @@ from tests.distributed.test_placement import cut, reference
 from tests.distributed.whole_runs import arguments, figures, run_command, tensors, train, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 SHORT = {"train_iters": "10", "eval_interval": "10", "freeze_schedule": "6:1"}
 

@@ -13,7 +13,7 @@ from tests.distributed.families import SAMPLES
 from tests.distributed.scenario import Scenario, play
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 BASE = {"steps": 10, "freeze": ((3, 1), (6, 3))}
 

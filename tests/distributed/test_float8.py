@@ -12,7 +12,7 @@ from tests.distributed.layouts import BASE, CUT, D2, FAMILIES, T2, ZERO, ZERO_3,
 from tests.distributed.scenario import PRECISIONS
 from tests.distributed.test_placement import cut, vee
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 pytest.importorskip("torchao", reason="the extra fp8 is not installed")
 
 HALF_PRECISION = PRECISIONS["bf16"]

@@ -20,7 +20,7 @@ from tests.distributed.layouts import E2, FAMILIES, T2, Layout, close, play_layo
 from tests.distributed.test_placement import cut
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(600)]
 
 P2 = ParallelDims(pipeline=2)
 # Without pruning: sparse products are not grouped.

@@ -21,7 +21,7 @@ from tests.distributed.whole_runs import arguments, figures, lines, run_command,
 from tests.distributed.workers import run_workers
 from tests.unit.dynmo_train.config.small_config import SMALL
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 # AdamW is in test_placement.py and test_resume.py.
 OTHERS = tuple(name for name in OPTIMIZERS if name != "adam")
 

@@ -1,10 +1,12 @@
-"""Whole runs on packed samples with a sliding window, on mock data: the same on any placement and after a resume."""
+"""Whole runs on packed samples with a sliding window, on mock data, differ from runs across documents."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.distributed.whole_runs import figures, train
+
+pytestmark = [pytest.mark.distributed, pytest.mark.complete]
 
 PACKED = (
     "--mock-data",

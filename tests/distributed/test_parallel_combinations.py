@@ -34,7 +34,7 @@ from tests.distributed.layouts import (
 from tests.distributed.scenario import Scenario
 from tests.distributed.test_placement import cut
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 STEPS = 4
 DYNAMIC = {

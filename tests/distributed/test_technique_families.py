@@ -15,7 +15,7 @@ from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
 from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from tests.distributed.families import SAMPLES
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 CPU = torch.device("cpu")
 FAMILIES = ("bert", "llama")

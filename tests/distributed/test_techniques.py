@@ -16,7 +16,7 @@ from dynmo_train.models.techniques.technique_blocks import DynamicSettings, Spar
 from tests.distributed.scenario import Scenario, calls_of_front, play
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 PLASTICITY = PlasticityRule(interval=1, window=2, tolerance=0.9, patience=1, max_layers=2)
 

@@ -13,7 +13,7 @@ from tests.distributed.scenario import Scenario, merged, play
 from tests.distributed.whole_runs import figures, train, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 SHARDED = Scenario(tied=False, shards=4)
 CASES = {
