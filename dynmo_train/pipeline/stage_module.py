@@ -240,9 +240,15 @@ class _DetachFromView(torch.autograd.Function):
 
 
 def _without_view(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` as a tensor that is not a view: torch's split backward detaches outputs in place, not views."""
-    if not (x.requires_grad and x._is_view()):
+    """Return ``x`` as a tensor that is not a view: torch's split backward detaches outputs in place, not views.
+
+    It detaches the outputs without gradient as well. What passes through the stage, such as the tokens that have exited
+    or a frozen encoder's stream, is the view that ``forward`` made of it.
+    """
+    if not x._is_view():
         return x
+    if not x.requires_grad:
+        return x.detach()
     detached: torch.Tensor = _DetachFromView.apply(x)  # type: ignore[no-untyped-call]
     return detached
 

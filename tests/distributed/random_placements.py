@@ -1,35 +1,54 @@
-"""Random layouts from the command line, each on a random placement: the generator of the placement matrix.
+"""Random layouts from the command line, each on a random placement: the proof that placement changes no bit.
 
-A layout is what fixes the mathematics: model, data, optimizer, precision, compiler, techniques, and the tensor-,
+    python -m tests.distributed.random_placements [--seed S] [--number N | --layouts N | --minutes M] [--compiler]
+
+A layout is what fixes the mathematics: model family, data, optimizer, precision, compiler, techniques, and the tensor-,
 context-, expert- and data-parallel sizes with the ZeRO stage. It is trained twice. The reference has no pipeline. The
 placement has pipeline ranks, a schedule, a unit of placement, recomputation and emulated CUDA graphs of its own, moves
-layers to random partitions, releases workers, and is stopped and resumed on another placement. Losses, norms,
-validation losses and all tensors of the last checkpoint must be the same bits.
+layers to random partitions, moves experts, releases workers, and is stopped, or killed between two checkpoints, and
+resumed on another placement. Losses, norms, metrics, validation losses and the last checkpoint must be the same bits::
 
-Everything follows from a seed and a number. The configuration's own rules reject what cannot be combined, so that this
-module has no list of its own. Each number has a leading feature, in turn, so that a matrix of ``len(FEATURES)`` layouts
-has them all; other features join by chance.
+    seed, number ──> pair of labels ──> layout with both, and others by chance ──> reference ────────> values ──┐
+                                                        └──> placement: run, kill or stop, run ─────> values ──┴─> same?
+
+Everything follows from a seed and a number. The rules of the configuration reject what cannot be combined; this module
+has no list of exclusions. Each number has a pair of labels drawn from all pairs, so that pairs of which few layouts are
+valid come up as well.
+
+Progress is on stderr; stdout has a table of labels and a JSON object. A layout that differs prints its command lines.
+The exit code is 1 if any differs.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import functools
 import itertools
+import json
 import random
 import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dynmo_train._common.document import Problem
 from dynmo_train.config import DefaultContext, config_of, validate
-from dynmo_train.formats.plan import V_SCHEDULES
+from tests.distributed import decoder_options
 from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
 from tests.distributed.sentences import write_sentences
 from tests.distributed.static_memory import on_static_memory
-from tests.distributed.whole_runs import events, figures, lines, manifest_of, run_command, write_data
-from tests.distributed.workers import run_workers
+from tests.distributed.whole_runs import events, lines, manifest_of, run_command, write_data
+from tests.distributed.workers import kill_workers, run_workers
+from tests.paths import ROOT
 
 Options = dict[str, Any]
 STEPS, STOP = 6, 3
@@ -37,11 +56,13 @@ COMMON: Options = {
     "num_layers": 4,
     "hidden_size": 32,
     "num_attention_heads": 4,
-    "seq_length": 32,
+    "seq_length": 16,
     "micro_batch_size": 1,
-    "global_batch_size": 8,
+    "microbatches": 4,
     "train_iters": STEPS,
     "lr": 2e-3,
+    # Two documents to train on: samples come again every two or three steps, which the cache of frozen outputs needs.
+    "split": "20,40,40",
     "eval_iters": 1,
     "eval_interval": STOP,
     "log_interval": STOP,
@@ -51,6 +72,7 @@ COMMON: Options = {
     "num_workers": 0,
 }
 EXPERTS: Options = {"num_experts": 4, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
+EXPERT_RANKS: Options = {**EXPERTS, "replicas": 2, "expert_model_parallel_size": 2}
 LATENT: Options = {
     "family": "llama",
     "num_query_groups": 4,
@@ -60,10 +82,20 @@ LATENT: Options = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 8,
 }
-PRUNED: Options = {"sparsify": True, "pruning_start_iter": 1, "pruning_end_iter": 5, "pruning_freq": 2}
+PRUNED: Options = {
+    "sparsify": True,
+    "pruning_start_iter": 1,
+    "pruning_end_iter": 5,
+    "pruning_freq": 2,
+    "final_sparsity": 0.5,
+}
+CACHED: Options = {"freeze_schedule": "2:1,4:2", "freeze_cache_activations": 4}
+UNTIED: Options = {"untie_embeddings_and_output_weights": True}
+EXITS: Options = {"early_exit_layers": "0,1", "early_exit_threshold": 0.01}
 # Options that fix the mathematics, by feature; of several alternatives one is drawn.
 FEATURES: dict[str, tuple[Options, ...]] = {
     "dropout": ({"hidden_dropout": 0.1}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    "eight microbatches": ({"microbatches": 8},),
     "replicas": ({"replicas": 2}, {"replicas": 2, "DDP_impl": "torch"}, {"replicas": 2, "grad_reduce_in_bf16": True}),
     "ZeRO 1": ({"replicas": 2, "zero_stage": 1},),
     "ZeRO 2": ({"replicas": 2, "zero_stage": 2}, {"replicas": 2, "zero_stage": 2, "zero_gradient_sync": "step"}),
@@ -72,8 +104,17 @@ FEATURES: dict[str, tuple[Options, ...]] = {
     "sequence parallel": ({"tensor_model_parallel_size": 2, "sequence_parallel": True},),
     "context parallel": ({"context_parallel_size": 2},),
     "vocabulary parallel": ({"vocabulary_parallel": 4}, {"vocabulary_parallel": 7}),
-    "experts": (EXPERTS, {**EXPERTS, "moe_routing": "expert-choice"}),
-    "expert parallel": ({**EXPERTS, "replicas": 2, "expert_model_parallel_size": 2},),
+    "experts": (EXPERTS,),
+    "expert choice": ({**EXPERTS, "moe_routing": "expert-choice"},),
+    "balanced experts": ({**EXPERTS, "moe_routing": "balanced", "moe_router_topk": 1},),
+    "biased router": (
+        {
+            **{**EXPERTS, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+            "moe_router_bias_update_rate": 0.01,
+        },
+    ),
+    "expert parallel": (EXPERT_RANKS,),
+    "expert slots": ({**EXPERT_RANKS, "moe_expert_slots": 4, "moe_expert_chunk_rows": 3},),
     "expert capacity": (
         {**EXPERTS, "moe_expert_capacity_factor": 1.0},
         {**EXPERTS, "moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True},
@@ -86,11 +127,12 @@ FEATURES: dict[str, tuple[Options, ...]] = {
     "dense blocks": ({**EXPERTS, "moe_layer_freq": "[0]+[1]*3", "moe_ffn_hidden_size": 24},),
     "latent attention": (LATENT, {**LATENT, "q_lora_rank": 12}),
     "multi-token prediction": ({"family": "llama", "mtp_num_layers": 1}, {"family": "llama", "mtp_num_layers": 2}),
-    "attention window": ({"attention_window": 8},),
+    "attention window": ({"attention_window": 5},),
     "document masks": (
         {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True, "mock_data": True},
         {"reset_attention_mask": True, "mock_data": True},
     ),
+    "curriculum": ({"curriculum_shortest": 8, "curriculum_steps": 4},),
     "compiled": ({"torch_compile": True, "torch_compile_backend": "aot_eager"},),
     "bf16": ({"bf16": True},),
     "fp16": ({"fp16": True, "initial_loss_scale": 2.0**16}, {"fp16": True, "initial_loss_scale": 2.0**24}),
@@ -102,30 +144,61 @@ FEATURES: dict[str, tuple[Options, ...]] = {
     "adafactor": ({"optimizer": "adafactor"},),
     "sgd": ({"optimizer": "sgd"},),
     "decoupled rate": ({"decoupled_lr": 1e-3},),
-    "untied": ({"untie_embeddings_and_output_weights": True},),
-    "pruning": ({**PRUNED, "final_sparsity": 0.8}, {**PRUNED, "pruning_mode": "2:4", "final_sparsity": 0.5}),
+    "untied": (UNTIED,),
+    "pruning": ({**PRUNED, "pruning_scope": "global"}, {**PRUNED, "pruning_scope": "layer"}),
+    "2:4 pruning": ({**PRUNED, "pruning_mode": "2:4"}, {**PRUNED, "pruning_mode": "2:4-transposable"}),
+    "block pruning": ({**PRUNED, "pruning_mode": "block", "pruning_block_size": 16},),
+    "structured pruning": ({**PRUNED, "pruning_mode": "structured"},),
     "freezing": ({"freeze_schedule": "2:1,4:2"}, {"freeze_schedule": "3:2", "freeze_tied": True}),
+    "cached freezing": ({**CACHED, "freeze_tied": True}, {**CACHED, **UNTIED}),
+    "adaptive freezing": (
+        {
+            **{"freeze_adaptive": True, "freeze_interval": 1, "freeze_window": 2},
+            **{"freeze_tolerance": 0.9, "freeze_patience": 1},
+        },
+    ),
     "mixture of depths": ({"mod_capacity": 0.5},),
-    "early exit": ({"early_exit_layers": "1", "early_exit_threshold": 0.05},),
-    "bert": ({"family": "bert"},),
-    "t5": ({"family": "t5"},),
+    "early exit": (EXITS, {**EXITS, "early_exit_layers": "0"}, {**EXITS, "early_exit_key_values": "skip"}),
+    "saturation exits": ({**EXITS, "early_exit_measure": "saturation", "early_exit_threshold": 0.9},),
+    "classified exits": (
+        {**EXITS, "early_exit_measure": "classifier", "early_exit_threshold": 0.047, "early_exit_loss_tokens": 0.5},
+    ),
+    "sampled exits": (
+        {
+            **{**EXITS, "early_exit_loss_tokens": 0.5, "early_exit_loss_vocabulary": 16},
+            "exit_layer_weight": "depth",
+        },
+    ),
     "sparse attention": ({"sparse_attention": True, "sparse_attention_buckets": 4, "sparse_attention_block": 4},),
 }
-FAMILIES: dict[str, Options] = {
-    "gpt": {"vocab_size": 97},
-    "llama": {"vocab_size": 97, "num_query_groups": 2},
-    "bert": {"tokenizer_type": "BertWordPieceLowerCase", "split": "70,15,15"},
-    "t5": {
-        "num_layers": None,
-        "encoder_num_layers": 2,
-        "decoder_num_layers": 2,
-        "decoder_seq_length": 16,
-        "vocab_extra_ids": 10,
-        "position_embedding_type": "relative",
-        "tokenizer_type": "BertWordPieceLowerCase",
-        "split": "70,15,15",
-    },
+SENTENCES: Options = {"tokenizer_type": "BertWordPieceLowerCase"}
+T5: Options = {
+    "family": "t5",
+    "num_layers": None,
+    "encoder_num_layers": 2,
+    "decoder_num_layers": 2,
+    "decoder_seq_length": 8,
+    "vocab_extra_ids": 10,
+    **SENTENCES,
 }
+DECODER: Options = {
+    name: value for name, value in decoder_options.COMMON.items() if name not in COMMON and "vocab" not in name
+} | {"vocab_size": 97, "max_position_embeddings": None}
+FAMILIES: dict[str, Options] = {
+    "gpt": {"family": "gpt", "vocab_size": 97},
+    "bert": {"family": "bert", **SENTENCES},
+    "ict": {
+        "family": "ict",
+        "num_layers": 2,
+        "micro_batch_size": 2,
+        "biencoder_projection_dim": 8,
+        "retriever_report_topk_accuracies": "1 2",
+        "query_in_block_prob": 0.5,
+        **SENTENCES,
+    },
+    "t5": T5,
+    "relative t5": {**T5, "position_embedding_type": "relative"},
+} | {name: {**DECODER, **each.options} for name, each in decoder_options.FAMILIES.items()}
 SCHEDULES: dict[str, tuple[int, ...]] = {
     "gpipe": (1,),
     "1f1b": (1,),
@@ -134,6 +207,32 @@ SCHEDULES: dict[str, tuple[int, ...]] = {
     "zb-v": (2,),
     "dualpipe-v": (2,),
 }
+MAX_PROCESSES = 4
+SIZES = {f"{size} pipeline rank{'s' if size > 1 else ''}": size for size in range(1, MAX_PROCESSES + 1)}
+RECOMPUTED, GRAPHED = "recompute ", "CUDA graphs, emulated"
+# What a run of the placement has.
+RUN_LABELS = (
+    *SCHEDULES,
+    *SIZES,
+    *(f"{RECOMPUTED}{part}" for part in ("none", "selective", "full")),
+    *(GRAPHED, "sublayers", "moves", "expert moves", "release"),
+)
+# How one run of the placement follows another.
+RESUMED, KILLED = "resume", "kill"
+PLACEMENT_LABELS = {*RUN_LABELS, RESUMED, KILLED}
+LABELS = (*FAMILIES, *FEATURES, *RUN_LABELS, RESUMED, KILLED)
+PLANNED: Options = {"balance": "online", "planner": "external", "balance_lockstep": True}
+TRIES = 8
+# Family, features, pipeline ranks of the two runs, and what is between them, by schedule; see ``canonical``.
+CANONICAL: dict[str, tuple[str, tuple[str, ...], tuple[int, int], str]] = {
+    "gpipe": ("gpt", ("dropout", "pruning", "freezing"), (2, 3), RESUMED),
+    "1f1b": ("qwen2", ("fp16", "untied", "cached freezing"), (2, 3), "release"),
+    "interleaved-1f1b": ("bert", ("ZeRO 2", "structured pruning"), (2, 2), RESUMED),
+    "zero-bubble": ("gpt", ("dropout", "early exit", "adaptive freezing"), (3, 4), KILLED),
+    "zb-v": ("deepseek_v3, further tokens", ("vocabulary parallel", "mixture of depths"), (3, 2), RESUMED),
+    "dualpipe-v": ("t5", ("bf16", "sparse attention", "freezing"), (2, 2), KILLED),
+}
+Pair = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +245,7 @@ class Run:
         is_graphed: whether items run on static memory, as CUDA graphs do.
         changes: step -> seed of the partition to which layers move after it.
         release: step after which the last pipeline rank is released, and the seed of the others' partition.
+        kill: step after which all processes get SIGKILL, with the last checkpoint one step back.
     """
 
     processes: int
@@ -153,6 +253,26 @@ class Run:
     is_graphed: bool = False
     changes: dict[int, int] = field(default_factory=dict)
     release: tuple[int, int] | None = None
+    kill: int | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the test plays the planner of the run."""
+        return bool(self.changes or self.release or self.kill)
+
+    @property
+    def labels(self) -> set[str]:
+        """Labels of ``RUN_LABELS``."""
+        found = {self.options["schedule"], f"{RECOMPUTED}{self.options.get('recompute_granularity', 'none')}"}
+        found |= {name for name, size in SIZES.items() if size == self.options["pipeline_model_parallel_size"]}
+        conditions = {
+            GRAPHED: self.is_graphed,
+            "sublayers": self.options.get("granularity") == "sublayer",
+            "moves": bool(self.changes),
+            "expert moves": "expert_rebalance_interval" in self.options,
+            "release": self.release is not None,
+        }
+        return found | {name for name, holds in conditions.items() if holds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +281,7 @@ class Drawn:
 
     Attributes:
         number: of the layout in the matrix.
-        family: model family, as in the command line.
+        family: model family, by its name in ``FAMILIES``.
         features: names of the features that it has.
         reference: the run without a pipeline.
         placed: runs of the placement; each resumes the one before it.
@@ -173,118 +293,250 @@ class Drawn:
     reference: Run
     placed: tuple[Run, ...]
 
+    @property
+    def labels(self) -> set[str]:
+        """Everything that the layout and its placement have."""
+        return {self.family, *self.features, *self._between}.union(*(run.labels for run in self.placed))
+
+    @property
+    def _between(self) -> set[str]:
+        return {KILLED if run.kill else RESUMED for run in self.placed[:-1]}
+
+    def pairs(self) -> set[Pair]:
+        """Pairs of labels that come together: of placements those of the same run."""
+        fixed = {self.family, *self.features, *self._between}
+        return {pair for run in self.placed for pair in itertools.combinations(sorted(fixed | run.labels), 2)}
+
 
 def _words(options: Options) -> list[str]:
     words = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
-        words += [] if value is None else [flag] if value is True else [flag, str(value)]
+        if name != "family" and value is not None and value is not False:
+            words += [flag] if value is True else [flag, str(value)]
     return words
 
 
-def command_line(drawn: Drawn, run: Run) -> str:
+def _pretrain(run: Run, folder: Path | str) -> list[str]:
+    return ["pretrain", run.options["family"], "--run-dir", str(folder)]
+
+
+def command_line(run: Run) -> str:
     """The command that a user would give, with what no command line has in parentheses."""
     data = [] if "mock_data" in run.options else ["--data-path", "DATA"]
-    words = ["pretrain", drawn.family, "--run-dir", "RUN", *data, *_words(run.options)]
+    words = [*_pretrain(run, "RUN"), *data, *_words(run.options)]
     launch = ["dynmo-train", "launch", "local", "--nproc", str(run.processes), "--", *words]
     notes = ["CUDA graphs are emulated"] * run.is_graphed
     notes += [f"random moves after steps {', '.join(map(str, sorted(run.changes)))}"] * bool(run.changes)
     notes += [f"a worker is released after step {run.release[0]}"] if run.release else []
+    notes += [f"killed after step {run.kill}"] if run.kill else []
     return shlex.join(launch) + (f"  ({'; '.join(notes)})" if notes else "")
 
 
-def _is_valid(family: str, run: Run) -> bool:
-    context = DefaultContext(world_size=run.processes)
-    given = {"vocab_size": 97, "data_path": None if "mock_data" in run.options else "-"} | {
-        name: value for name, value in run.options.items() if value is not None
-    }
+def problems_of(run: Run) -> list[Problem]:
+    """Why the configuration's rules refuse a run."""
+    files = {"vocab_size": 97, "data_path": None if "mock_data" in run.options else "-"}
+    values = files | {name: value for name, value in run.options.items() if value is not None}
+    values |= PLANNED if run.is_planned else {}
+    # Who releases workers has no option with a planner of its own.
+    values |= {"planner": "internal", "pack_to": 1} if run.release else {}
     # The rule of --cuda-graph on the CPU is for devices; what it can be combined with is checked here as well.
-    config = config_of(context, family=family, **given, cuda_graph=run.is_graphed)
-    return not validate(config, run.processes)
+    config = config_of(DefaultContext(world_size=run.processes), **values, cuda_graph=run.is_graphed)
+    return validate(config, run.processes)
 
 
-def _ranks(options: Options) -> tuple[int, Options]:
-    """Processes of a pipeline rank, and the options without the number of replicas, which follows from the others."""
-    sizes = ("tensor_model_parallel_size", "context_parallel_size", "replicas")
-    count = 1
-    for name in sizes:
-        count *= options.get(name, 1)
-    return count, {name: value for name, value in options.items() if name != "replicas"}
+def _is_valid(run: Run) -> bool:
+    return not problems_of(run)
 
 
-def _layout(chance: random.Random, lead: str, max_processes: int) -> tuple[str, tuple[str, ...], int, Options]:
-    """Family, features, processes of a pipeline rank and options of a valid layout."""
-    while True:
-        others = [name for name in FEATURES if name != lead and chance.random() < 0.12]
-        drawn: Options = {"family": chance.choice(["gpt", "llama"])}
-        for name in (*others, lead):  # the leading feature has the last word
-            drawn |= chance.choice(FEATURES[name])
-        family = drawn["family"]
-        options = COMMON | FAMILIES[family] | drawn
-        features = tuple(
-            name for name in (lead, *others) if any(each.items() <= options.items() for each in FEATURES[name])
-        )
-        ranks, options = _ranks({name: value for name, value in options.items() if name != "family"})
-        options |= {"pipeline_model_parallel_size": 1, "schedule": "gpipe"}
-        if 2 * ranks <= max_processes and _is_valid(family, Run(processes=ranks, options=options)):
-            return family, features, ranks, options
+def reference_of(chosen: Options) -> Run:
+    """The run without a pipeline; the numbers of replicas and of microbatches become processes and samples."""
+    options = COMMON | chosen
+    replicas, microbatches = options.pop("replicas", 1), options.pop("microbatches")
+    options["global_batch_size"] = microbatches * replicas * options["micro_batch_size"]
+    processes = replicas * options.get("tensor_model_parallel_size", 1) * options.get("context_parallel_size", 1)
+    return Run(processes=processes, options=options | {"pipeline_model_parallel_size": 1, "schedule": "gpipe"})
 
 
-def _placement(chance: random.Random, family: str, ranks: int, options: Options, max_processes: int) -> Run:
-    """One run of a layout on pipeline ranks, valid, not stopped, without moves."""
-    while True:
-        schedule = chance.choice(list(SCHEDULES))
-        pipeline = chance.randint(1 if schedule in V_SCHEDULES else 2, max_processes // ranks)
-        placed = options | {
-            "pipeline_model_parallel_size": pipeline,
-            "schedule": schedule,
-            "virtual_stages_per_worker": chance.choice(SCHEDULES[schedule]),
-            "granularity": chance.choice(["layer", "sublayer"]),
+def _with(chance: random.Random, chosen: Options, name: str, most: int) -> Options | None:
+    """The options with one form of a feature or a family, valid on so many processes; None: it has none."""
+    forms = FEATURES.get(name) or (FAMILIES[name],)
+    for form in chance.sample(forms, len(forms)):
+        if all(chosen.get(key, value) == value for key, value in form.items()):
+            run = reference_of(chosen | form)
+            if run.processes <= most and _is_valid(run):
+                return chosen | form
+    return None
+
+
+def _layout(chance: random.Random, leads: Sequence[str], names: Sequence[str], most: int) -> tuple[str, Options] | None:
+    """Family and options of a layout with the leading labels, and with others by chance; None: it is not valid."""
+    families = [name for name in leads if name in FAMILIES]
+    if len(families) > 1:
+        return None
+    family = families[0] if families else chance.choice(list(FAMILIES))
+    chosen: Options | None = dict(FAMILIES[family])
+    # Features that need each other's options, such as replicas, may be valid in one order only.
+    for name in chance.sample(leads, len(leads)):
+        chosen = chosen if chosen is None or name not in FEATURES else _with(chance, chosen, name, most)
+    if chosen is None:
+        return None
+    # One process per pipeline rank leaves room for four pipeline ranks, two for two.
+    few = chance.choice([1, 1, 2])
+    for name in chance.sample(names, chance.randint(3, 8)):
+        more = _with(chance, chosen, name, min(most, max(few, reference_of(chosen).processes)))
+        chosen = chosen if more is None else more
+    return family, chosen
+
+
+def _pick(chance: random.Random, leads: Sequence[str], choices: Sequence[str]) -> str:
+    return chance.choice([name for name in choices if name in leads] or list(choices))
+
+
+def _placement(
+    chance: random.Random,
+    reference: Run,
+    leads: Sequence[str],
+    most: int,
+    *,
+    stop: int | None = None,
+    kill: int | None = None,
+) -> Run | None:
+    """One run of a layout on pipeline ranks, without moves; None: it is not valid."""
+    schedule = _pick(chance, leads, list(SCHEDULES))
+    # More pipeline ranks are valid for fewer layouts, and come up less often by themselves.
+    size = SIZES[_pick(chance, leads, [name for name, size in SIZES.items() for _ in range(size)])]
+    options = reference.options | {
+        "pipeline_model_parallel_size": size,
+        "schedule": schedule,
+        "virtual_stages_per_worker": chance.choice(SCHEDULES[schedule]),
+        "granularity": "sublayer" if "sublayers" in leads or chance.random() < 0.5 else "layer",
+    }
+    # Compiled items of a block that is recomputed in parts are other graphs: settings of the compiler.
+    parts = [f"{RECOMPUTED}{part}" for part in ("none", "full", *(["selective"] * ("torch_compile" not in options)))]
+    options["recompute_granularity"] = _pick(chance, leads, parts).removeprefix(RECOMPUTED)
+    if "expert moves" in leads or (options.get("expert_model_parallel_size", 1) > 1 and chance.random() < 0.5):
+        options["expert_rebalance_interval"] = 2
+    options |= {"exit_interval": stop} if stop else {"save_interval": kill - 1} if kill else {}
+    is_graphed = GRAPHED in leads or chance.random() < 0.2
+    run = Run(processes=reference.processes * size, options=options, is_graphed=is_graphed, kill=kill)
+    # A planner, which is where a run waits for the kill, is asked from two pipeline ranks on.
+    is_asked = size > 1 or not kill
+    return run if is_asked and run.processes <= most and _is_valid(run) else None
+
+
+def _planned(chance: random.Random, run: Run, steps: range, leads: Sequence[str]) -> Run:
+    """The run with moves and a release, where they are valid."""
+    if run.options["pipeline_model_parallel_size"] == 1 or (
+        {"moves", "release"}.isdisjoint(leads) and chance.random() < 0.3
+    ):
+        return run
+    changes = {step: chance.randrange(2**32) for step in steps if chance.random() < 0.6}
+    changes = changes or {steps[0]: chance.randrange(2**32)}
+    moving = replace(run, changes=changes)
+    *others, last = changes.items()
+    if ("release" in leads and not (others or "moves" not in leads)) or not _is_valid(moving):
+        return moving if _is_valid(moving) else run
+    releasing = replace(run, changes=dict(others), release=last)
+    wants = "release" in leads or chance.random() < 0.3
+    return releasing if wants and _is_valid(releasing) else moving
+
+
+def valid_pair(pair: Pair, tries: int, *, compiler: bool = False) -> bool:
+    """Whether a layout with a pair of labels is found in so many tries."""
+    chance = random.Random(str(pair))
+    names = [name for name in FEATURES if compiler or name != "compiled"]
+    drawn = (_attempt(chance, 0, pair, names, MAX_PROCESSES) for _ in range(tries))
+    return any(each is not None and pair in each.pairs() for each in drawn)
+
+
+def canonical(schedule: str) -> Drawn:
+    """A small layout for a schedule, with a technique, moves of layers and a resume on other pipeline ranks."""
+    family, features, sizes, between = CANONICAL[schedule]
+    chosen = dict(FAMILIES[family])
+    for name in features:
+        chosen |= next(form for form in FEATURES[name] if _is_valid(reference_of(chosen | form)))
+    reference = reference_of(chosen)
+    placed = []
+    for at, size in enumerate(sizes):
+        options = reference.options | {
+            **{"pipeline_model_parallel_size": size, "schedule": schedule, "granularity": "sublayer"},
+            **{"virtual_stages_per_worker": SCHEDULES[schedule][0], "recompute_granularity": ("none", "full")[at]},
         }
-        # Compiled items of a block that is recomputed in parts are other graphs: settings of the compiler.
-        recompute = ["none", "full"] if "torch_compile" in options else ["none", "selective", "full"]
-        placed["recompute_granularity"] = chance.choice(recompute)
-        run = Run(processes=ranks * pipeline, options=placed, is_graphed=chance.random() < 0.3)
-        if _is_valid(family, run):
-            return run
+        more: dict[str, Any] = {"changes": {4: 7}} if at else {"changes": {1: 5, 2: 6}}
+        if at and between == "release":
+            more["release"] = (5, 8)
+        if not at:
+            options |= {"save_interval": STOP - 1} if between == KILLED else {"exit_interval": STOP}
+            more["kill"] = STOP if between == KILLED else None
+        placed.append(Run(processes=reference.processes * size, options=options, **more))
+    return Drawn(number=0, family=family, features=features, reference=reference, placed=tuple(placed))
 
 
-def draw(seed: int, number: int, *, max_processes: int = 4, lead: str | None = None) -> Drawn:
+def _attempt(chance: random.Random, number: int, leads: Sequence[str], names: Sequence[str], most: int) -> Drawn | None:
+    laid_out = _layout(chance, [name for name in leads if name in FAMILIES or name in FEATURES], names, most)
+    if laid_out is None:
+        return None
+    family, chosen = laid_out
+    reference = reference_of(chosen)
+    between = _pick(chance, leads, [RESUMED, RESUMED, KILLED])
+    is_whole = {RESUMED, KILLED}.isdisjoint(leads) and chance.random() < 0.15
+    parts = [range(1, STEPS)] if is_whole else [range(1, STOP), range(STOP + 1, STEPS)]
+    # Where the leading labels are those of one run, it is the first or the last one.
+    leading = chance.randrange(len(parts))
+    placed = []
+    for at, steps in enumerate(parts):
+        own = leads if at == leading else ()
+        more: dict[str, Any] = {}
+        if len(parts) > 1 and not at:
+            more = {"kill": STOP} if between == KILLED else {"stop": STOP}
+        tried = (_placement(chance, reference, own, most, **more) for _ in range(4 * TRIES))
+        run = next(filter(None, tried), None)
+        if run is None:
+            return None
+        placed.append(_planned(chance, run, steps, own))
+    features = tuple(name for name, forms in FEATURES.items() if any(form.items() <= chosen.items() for form in forms))
+    return Drawn(number=number, family=family, features=features, reference=reference, placed=tuple(placed))
+
+
+def draw(
+    seed: str, number: int, *, max_processes: int = MAX_PROCESSES, compiler: bool = False, leads: Pair | None = None
+) -> Drawn:
     """The layout of a seed and a number.
 
     Args:
         seed: of the matrix.
-        number: of the layout, from 0; it also chooses the leading feature.
+        number: of the layout, from 0.
         max_processes: most processes of a run.
-        lead: leading feature; None: that of the number.
+        compiler: whether layouts may be compiled.
+        leads: labels that it has; None: a pair that the seed and the number choose.
     """
     chance = random.Random(f"{seed}.{number}")
-    lead = lead or list(FEATURES)[number % len(FEATURES)]
-    family, features, ranks, options = _layout(chance, lead, max_processes)
-    parts = [range(1, STEPS)] if chance.random() < 0.4 else [range(1, STOP), range(STOP + 1, STEPS)]
-    placed = []
-    for steps in parts:
-        run = _placement(chance, family, ranks, options, max_processes)
-        more: dict[str, Any] = {}
-        pipeline = run.options["pipeline_model_parallel_size"]
-        if pipeline > 1 and chance.random() < 0.7:
-            more["changes"] = {step: chance.randrange(2**32) for step in steps if chance.random() < 0.6}
-            loses = run.options["schedule"] not in V_SCHEDULES and not run.is_graphed
-            if loses and more["changes"] and chance.random() < 0.3:
-                *others, last = more["changes"].items()
-                more |= {"changes": dict(others), "release": last}
-        stops = {"exit_interval": STOP} if steps.stop == STOP else {}
-        placed.append(Run(processes=run.processes, options=run.options | stops, is_graphed=run.is_graphed, **more))
-    reference = Run(processes=ranks, options=options)
-    return Drawn(number=number, family=family, features=features, reference=reference, placed=tuple(placed))
+    labels = [name for name in LABELS if compiler or name != "compiled"]
+    names = [name for name in labels if name in FEATURES]
+    while True:
+        pair = leads or tuple(chance.sample(labels, 2))
+        for _ in range(TRIES):
+            drawn = _attempt(chance, number, pair, names, max_processes)
+            if drawn is not None and tuple(sorted(pair)) in drawn.pairs():
+                return drawn
 
 
 def write_inputs(folder: Path) -> dict[str, Options]:
-    """Data sets of all families in a folder; options that name them."""
+    """Data sets of all families in a folder; options that name them, by ``--family``."""
     sentences, vocabulary = write_sentences(folder)
-    causal: Options = {"data_path": str(write_data(folder / "causal"))}
+    causal: Options = {"data_path": str(write_data(folder / "causal", documents=10, lengths=(60, 90)))}
     masked: Options = {"data_path": str(sentences), "vocab_file": str(vocabulary)}
-    return {family: masked if family in ("bert", "t5") else causal for family in FAMILIES}
+    return {"gpt": causal, "llama": causal, "bert": masked, "ict": masked, "t5": masked}
+
+
+def play_command(words: list[str]) -> tuple[int, str]:
+    """Run the command; its parser is built once in a process, which takes a third of the time of a small run."""
+    import typer.main
+
+    if not hasattr(typer.main.get_command, "cache_info"):
+        typer.main.get_command = functools.lru_cache(64)(typer.main.get_command)  # type: ignore[assignment]
+    return run_command(words)
 
 
 def run_graphed(words: list[str]) -> tuple[int, str]:
@@ -294,7 +546,7 @@ def run_graphed(words: list[str]) -> tuple[int, str]:
 
     graphed_items.make_graphed_callables = on_static_memory
     setup.check_graph_device = lambda _device: None
-    return run_command([*words, "--cuda-graph"])
+    return play_command([*words, "--cuda-graph"])
 
 
 def _partition(planner: ScriptedPlanner, run: Run, seed: int, num_fewer: int = 0) -> list[list[str]]:
@@ -316,7 +568,9 @@ def _layer_of(item: str) -> str:
 def _answer(planner: ScriptedPlanner, run: Run) -> None:
     """The answer at the boundary at which the trainer waits."""
     _, step = planner.pending() or (0, 0)
-    if step in run.changes:
+    if step == run.kill:
+        kill_workers(run.processes)
+    elif step in run.changes:
         planner.answer(_partition(planner, run, run.changes[step]))
     elif run.release is not None and step == run.release[0]:
         leaving = run.options["pipeline_model_parallel_size"] - 1
@@ -330,45 +584,52 @@ def _answer_until(ended: threading.Event, planner: ScriptedPlanner, run: Run) ->
     while not ended.is_set():
         if planner.pending() is not None:
             _answer(planner, run)
-        time.sleep(0.01)
+        time.sleep(0.005)
 
 
-def _train(drawn: Drawn, run: Run, folder: Path, inputs: Options, *, resumes: bool) -> str | None:
+def _train(run: Run, folder: Path, inputs: Options, *, resumes: bool) -> str | None:
     """Run a command to its end; what failed, if anything."""
     files = {} if "mock_data" in run.options else inputs
-    words = ["pretrain", drawn.family, "--run-dir", str(folder), *_words(run.options | files)]
+    words = [*_pretrain(run, folder), *_words(run.options | files)]
     words += ["--load", str(folder)] if resumes else []
-    planned = bool(run.changes or run.release)
-    words += [*SCRIPTED_PLANNER_OPTIONS, "--rebalance-interval", "1", "--profile-interval", "1"] if planned else []
-    ended = threading.Event()
-    thread = threading.Thread(target=_answer_until, args=(ended, ScriptedPlanner(folder), run), daemon=True)
-    if planned:
+    words += [*SCRIPTED_PLANNER_OPTIONS, "--rebalance-interval", "1"] if run.is_planned else []
+    ended, planner = threading.Event(), ScriptedPlanner(folder)
+    planner.skip_pending()  # the question of a run that was killed
+    thread = threading.Thread(target=_answer_until, args=(ended, planner, run), daemon=True)
+    if run.is_planned:
         thread.start()
     try:
-        play = run_graphed if run.is_graphed else run_command
+        play = run_graphed if run.is_graphed else play_command
         results = run_workers(play, run.processes, words, joins=False)
+    except AssertionError as error:
+        return None if run.kill and (folder / "checkpoints" / "LATEST").exists() else str(error)[-1500:]
     finally:
         ended.set()
-        if planned:
+        if run.is_planned:
             thread.join()
     failed = [f"exit code {code}: {talk[-1500:]}" for code, talk in results if code]
+    failed += ["it was not killed"] if run.kill else []
     return failed[0] if failed else None
 
 
 def _values(folder: Path) -> dict[str, Any]:
-    """What must be the same bits: losses and norms, validation losses, all tensors of the last checkpoint."""
-    shards = manifest_of(folder, STEPS)["tensors"]
+    """What must be the same bits: losses, norms and metrics, validation losses, the last checkpoint."""
+    manifest = manifest_of(folder, STEPS)
+    trained, evaluated = {}, {}
+    for line in lines(folder / "metrics.jsonl"):
+        if "lm_loss" in line:  # a step that is trained again counts once
+            trained[line["step"]] = {name: line[name] for name in line if name not in ("step_ns", "plan_id")}
+        else:
+            evaluated[line["step"], "test_loss" in line] = line
     return {
-        "losses and norms": figures(folder),
-        "validation losses": [
-            {name: value for name, value in line.items() if name.startswith(("validation", "test", "step"))}
-            for line in lines(folder / "metrics.jsonl")
-            if "lm_loss" not in line
-        ],
+        "losses, norms and metrics": trained,
+        "validation losses": evaluated,
         "tensors": {
             name: sorted((str(shard["index"]), shard["crc32"]) for shard in entry["shards"])
-            for name, entry in shards.items()
+            for name, entry in manifest["tensors"].items()
         },
+        "steps of the optimizer": manifest["optimizer"]["steps"],
+        "frozen and pruned items": manifest["dynamic"],
     }
 
 
@@ -382,20 +643,20 @@ def differences(drawn: Drawn, folder: Path, inputs: dict[str, Options]) -> Itera
     """
     whole, placed = folder / "whole", folder / "placed"
     for number, (target, run) in enumerate([(whole, drawn.reference), *((placed, run) for run in drawn.placed)]):
-        failed = _train(drawn, run, target, inputs[drawn.family], resumes=number > 1)
+        failed = _train(run, target, inputs[run.options["family"]], resumes=number > 1)
         if failed:
-            yield failed
+            yield f"{'placement' if number else 'reference'}: {failed}"
             return
     expected, found = _values(whole), _values(placed)
-    if len(expected["losses and norms"]) != STEPS:
-        yield f"the reference has {len(expected['losses and norms'])} of {STEPS} steps"
+    if len(expected["losses, norms and metrics"]) != STEPS:
+        yield f"the reference has {len(expected['losses, norms and metrics'])} of {STEPS} steps"
     yield from (f"other {name}" for name in expected if found[name] != expected[name])
-
-
-def report_of(drawn: Drawn, problems: Sequence[str]) -> str:
-    """The commands of a layout that differs, and what differs."""
-    runs = [drawn.reference, *drawn.placed]
-    return "\n".join([f"layout {drawn.number}: {'; '.join(problems)}", *(command_line(drawn, run) for run in runs)])
+    counts = counts_of(folder)
+    planned = {
+        "moves": sum(len(run.changes) + bool(run.release) for run in drawn.placed),
+        "releases": sum(bool(run.release) for run in drawn.placed),
+    }
+    yield from (f"{counts[name]} of {number} {name}" for name, number in planned.items() if counts[name] != number)
 
 
 def counts_of(folder: Path) -> dict[str, int]:
@@ -406,3 +667,132 @@ def counts_of(folder: Path) -> dict[str, int]:
         "moves": sum(line["result"] == "applied" for line in results),
         "releases": len(events(placed, "released")),
     }
+
+
+def report_of(drawn: Drawn, problems: Sequence[str], again: str) -> str:
+    """The command that repeats a layout that differs, its commands, and what differs.
+
+    Args:
+        drawn: the layout.
+        problems: of ``differences``.
+        again: options of this program with which ``draw`` gives the layout.
+    """
+    runs = [drawn.reference, *drawn.placed]
+    text = f"layout {drawn.number}: {'; '.join(problems)}"
+    return "\n".join([text, f"python -m tests.distributed.random_placements {again}", *map(command_line, runs)])
+
+
+def log(line: str) -> None:
+    """A line of progress."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+@dataclass(kw_only=True)
+class Matrix:
+    """Layouts that were trained.
+
+    Attributes:
+        seed: of the layouts.
+        max_processes: most processes of a run.
+        compiler: whether layouts may be compiled.
+        reports: of those that differ.
+        layouts: label -> number of layouts, and of those that are equal.
+        pairs: pairs of labels that came up.
+        counts: moves and releases.
+    """
+
+    seed: str
+    max_processes: int = MAX_PROCESSES
+    compiler: bool = False
+    reports: list[str] = field(default_factory=list)
+    layouts: dict[str, Counter[bool]] = field(default_factory=dict)
+    pairs: set[Pair] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+    num_drawn: int = 0
+
+    def draw(self, number: int) -> Drawn:
+        """The layout of a number."""
+        return draw(self.seed, number, max_processes=self.max_processes, compiler=self.compiler)
+
+    def train(self, drawn: Drawn, folder: Path, inputs: dict[str, Options]) -> str | None:
+        """Train a layout; its report where it differs."""
+        number, begin = drawn.number, time.monotonic()
+        problems = list(differences(drawn, folder, inputs))
+        self.num_drawn += 1
+        self.pairs |= drawn.pairs()
+        for name in drawn.labels:
+            self.layouts.setdefault(name, Counter())[not problems] += 1
+        log(
+            f"[{time.monotonic() - begin:4.1f} s] layout {number}: {'differs' if problems else 'equal'};"
+            f" {', '.join([drawn.family, *drawn.features])} on {', '.join(sorted(drawn.labels & PLACEMENT_LABELS))}"
+        )
+        if not problems:
+            self.counts.update(counts_of(folder))
+            shutil.rmtree(folder)
+            return None
+        more = [f"--processes {self.max_processes}"] if self.max_processes != MAX_PROCESSES else []
+        again = " ".join([f"--seed {self.seed} --number {number}", *more, *["--compiler"] * self.compiler])
+        self.reports.append(report_of(drawn, problems, again))
+        log(self.reports[-1])
+        return self.reports[-1]
+
+    def train_for(self, seconds: float, folder: Path, inputs: dict[str, Options]) -> None:
+        """Train layouts from number 0 on until the time is over or one differs; one that has begun is completed."""
+        end = time.monotonic() + seconds
+        for number in itertools.count():
+            if time.monotonic() >= end or self.train(self.draw(number), folder / str(number), inputs):
+                return
+
+    def summary(self) -> str:
+        """What came up, for a person."""
+        labels = len(LABELS) - (not self.compiler)
+        return (
+            f"{self.num_drawn} layouts of seed {self.seed}: {len(self.layouts)} of {labels} labels and"
+            f" {len(self.pairs)} pairs of them, {self.counts['moves']} moves, {self.counts['releases']} releases;"
+            f" {len(self.reports)} differ"
+        )
+
+
+def commit() -> str:
+    """The commit's hash; outside a repository ``0``."""
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()[:12] or "0"
+    return "0"
+
+
+def main() -> int:
+    """Run the matrix; 1 if a layout differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", type=int, default=31, help="layouts to draw")
+    parser.add_argument("--minutes", type=float, help="draw layouts for this time, until one differs")
+    parser.add_argument("--number", type=int, help="number of the one layout to run")
+    parser.add_argument("--canonical", choices=CANONICAL, help="the canonical layout of a schedule")
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--processes", type=int, default=MAX_PROCESSES, help="most processes of a run")
+    parser.add_argument("--compiler", action="store_true", help="draw layouts that are compiled, too")
+    options = parser.parse_args()
+    matrix = Matrix(seed=options.seed, max_processes=options.processes, compiler=options.compiler)
+    with tempfile.TemporaryDirectory(prefix="dynmo-exact-") as folder:
+        inputs = write_inputs(Path(folder))
+        if options.canonical is not None:
+            matrix.train(canonical(options.canonical), Path(folder) / "0", inputs)
+        elif options.minutes is not None:
+            matrix.train_for(60 * options.minutes, Path(folder), inputs)
+        else:
+            for number in range(options.layouts) if options.number is None else [options.number]:
+                matrix.train(matrix.draw(number), Path(folder) / str(number), inputs)
+    sys.stdout.write("| label | layouts | equal |\n|---|---|---|\n")
+    for name in LABELS:
+        found = matrix.layouts.get(name, Counter())
+        sys.stdout.write(f"| {name} | {found.total()} | {found[True]} |\n")
+    equal = matrix.num_drawn - len(matrix.reports)
+    totals = {"layouts": matrix.num_drawn, "equal": equal, "pairs": len(matrix.pairs), **matrix.counts}
+    sys.stdout.write(json.dumps(totals) + "\n")
+    log(matrix.summary())
+    return int(bool(matrix.reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

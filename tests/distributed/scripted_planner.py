@@ -32,10 +32,14 @@ class ScriptedPlanner:
     def __init__(self, run: Path) -> None:
         self.run = run
         self._answered: set[tuple[int, int]] = set()
+        self._read: tuple[int, list[dict]] = (0, [])
 
     def _records(self) -> list[dict]:
         profile = self.run / "profile.jsonl"
-        return lines(profile) if profile.exists() else []
+        size = profile.stat().st_size if profile.exists() else 0
+        if size != self._read[0]:  # who asks every few milliseconds parses each state of the file once
+            self._read = size, lines(profile)
+        return self._read[1]
 
     def pending(self) -> tuple[int, int] | None:
         """Segment and step of the boundary at which the trainer waits now; None where it does not wait."""
@@ -48,6 +52,12 @@ class ScriptedPlanner:
             elif record["record"] == "plan_result":
                 waiting = None
         return waiting if waiting not in self._answered else None
+
+    def skip_pending(self) -> None:
+        """Leave the question unanswered at which an earlier process of the run was killed."""
+        waiting = self.pending()
+        if waiting is not None:
+            self._answered.add(waiting)
 
     def wait_for_ask(self, step: int, *processes: subprocess.Popen[str]) -> None:
         """Return once the trainer waits at the boundary after ``step``."""

@@ -10,8 +10,6 @@ import torch
 from dynmo_train.parallel.dims import ParallelDims
 from tests.distributed.layouts import CUT, FAMILIES, OVERLAP, PLAIN, ZERO, ZERO_1, ZERO_3, Layout, close, play_named
 from tests.distributed.scenario import Scenario
-from tests.distributed.test_families import cut as family_cut
-from tests.distributed.test_placement import cut, vee
 from tests.distributed.whole_runs import close_losses, figures, lines, tensors, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -51,24 +49,6 @@ FOUR = {
     "gpt-packed, four": Layout(dims=C4, scenario=MODELS["gpt-packed"]),
     "llama-packed, tensor": Layout(dims=TC, scenario=MODELS["llama-packed"], settings=CUT),
 }
-PLACED = {
-    "gpt": Layout(dims=PC, scenario=replace(PLAIN, moves=((2, cut(2, 2)), (4, cut(2, 7))))),
-    "gpt, zero 2": Layout(dims=PC, scenario=replace(PLAIN, schedule="zero-bubble"), settings=ZERO),
-    "gpt, zero 3": Layout(
-        dims=PC, scenario=replace(PLAIN, schedule="interleaved-1f1b", virtual=2), settings=ZERO_3 | OVERLAP
-    ),
-    "llama": Layout(
-        dims=PC, scenario=replace(MODELS["llama"], schedule="zb-v", virtual=2, moves=((3, vee(cut(2, 1, 5, 8))),))
-    ),
-    "deepseek": Layout(
-        dims=PC, scenario=replace(MODELS["deepseek"], recompute=True, moves=((2, family_cut("deepseek", 2, 3)),))
-    ),
-    "mixtral": Layout(dims=PC, scenario=replace(MODELS["mixtral"], recompute=True)),
-    "llama-packed": Layout(
-        dims=PC, scenario=replace(MODELS["llama-packed"], schedule="zero-bubble", moves=((2, cut(2, 2)),))
-    ),
-    "dropping": Layout(dims=PC, scenario=replace(DROPPING, schedule="interleaved-1f1b", virtual=2)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +63,7 @@ def two():
 
 @pytest.fixture(scope="module")
 def four():
-    layouts = {**FOUR, **{f"placed {name}": each for name, each in PLACED.items()}}
-    return play_named(4, layouts)
+    return play_named(4, FOUR)
 
 
 @pytest.mark.parametrize("name", [name for name in TWO if name not in ("dropping", "mixtral", "mixtral, experts")])
@@ -105,11 +84,6 @@ def test_weights_of_context_ranks_are_near_one_process_after_20_steps(one, two):
 @pytest.mark.parametrize("name", FOUR)
 def test_context_with_other_axes_is_near_one_process(name, one, four):
     close(four[name], one[name.partition(",")[0]])
-
-
-@pytest.mark.parametrize("name", PLACED)
-def test_context_ranks_give_the_same_bits_on_any_partition(name, two, four):
-    assert four[f"placed {name}"] == two[name]
 
 
 def test_experts_over_context_ranks_are_near_own_experts(two):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,10 +10,10 @@ import pytest
 from dynmo_train.models.layer_list import live_before
 from dynmo_train.pipeline.partition import Partition, uniform_partition
 from tests.distributed.families import SAMPLES
-from tests.distributed.scenario import Scenario, merged, play
+from tests.distributed.scenario import Scenario, play
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 BASE = {"steps": 10, "freeze": ((3, 1), (6, 3))}
 
@@ -30,41 +29,6 @@ def cut(model: str, workers: int, *boundaries: int) -> Partition:
 def reference(model: str) -> dict:
     """The family on one worker, GPipe, nothing recomputed."""
     return run_workers(play, 1, Scenario(model=model, schedule="gpipe", **BASE))[0]
-
-
-PLACES = {
-    "2 workers, moving, recompute": (2, {"recompute": True}, ((2, (2,)), (4, (7,)), (7, (3,)))),
-    "2 workers, zero-bubble, moving": (2, {"schedule": "zero-bubble"}, ((3, (4,)), (5, (8,)))),
-    "3 workers, an empty stage": (3, {}, ((2, (5, 5)), (5, (6, 8)))),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("model", SAMPLES)
-def test_partition_has_the_bits_of_one_worker(model, place):
-    workers, options, moves = PLACES[place]
-    steps = tuple((step, cut(model, workers, *boundaries)) for step, boundaries in moves)
-    expected = reference(model)
-    got = merged(run_workers(play, workers, Scenario(model=model, moves=steps, **BASE, **options)))
-    for part in ("losses", "norms", "eval_loss", "metrics", "weights"):
-        assert got[part] == expected[part], part
-
-
-SPLIT = {"zero-bubble": 1, "zb-v": 2}
-
-
-def play_selective(world, model: str) -> list[dict]:
-    """1F1B without recomputation, then the schedules of split backwards with selective recomputation."""
-    plain = Scenario(model=model, steps=3, freeze=((2, 1),))
-    split = [replace(plain, schedule=name, virtual=virtual, selective=True) for name, virtual in SPLIT.items()]
-    return [play(world, scenario) for scenario in (plain, *(replace(each, recompute=True) for each in split))]
-
-
-@pytest.mark.parametrize("model", ["gpt", *SAMPLES])
-def test_selective_recomputation_of_split_backwards_is_1f1b(model):
-    plain, *split = (merged(list(results)) for results in zip(*run_workers(play_selective, 2, model), strict=True))
-    assert all(each["losses"] == plain["losses"] for each in split)
-    assert split == [plain] * len(SPLIT)
 
 
 def test_metrics_of_experts_have_an_entry_for_each_layer():

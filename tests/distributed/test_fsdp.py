@@ -16,7 +16,8 @@ from dynmo_train.parallel.fsdp import param_groups
 from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from tests.distributed.layouts import D2, FAMILIES, ZERO, ZERO_3, Layout, close, engine_on, play_named
 from tests.distributed.scenario import Scenario, batch_of
-from tests.distributed.test_parallel import LONG, MOVING, SPLIT
+from tests.distributed.test_parallel import LONG
+from tests.distributed.test_placement import cut
 from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -171,7 +172,8 @@ def hybrid(scenario: Scenario, settings: dict, **dims: int) -> Layout:
     return Layout(dims=ParallelDims(**{"data": 4, "hsdp": 2} | dims), scenario=scenario, settings=settings)
 
 
-STEPS_5 = replace(MOVING, steps=5, moves=())
+MOVING = replace(LONG, steps=5, moves=((2, cut(2, 2)), (4, cut(2, 7))))
+STEPS_5 = replace(MOVING, moves=())
 MIXTRAL = FAMILIES["mixtral"]
 ALONE = {"long": Layout(dims=ParallelDims(), scenario=LONG)}
 HYBRIDS = {
@@ -185,8 +187,8 @@ HYBRIDS = {
     "hybrid experts": hybrid(MIXTRAL, ZERO_3, expert=2),
 }
 PLACED = {
-    "hybrid 2": hybrid(replace(MOVING, steps=5), ZERO | {"overlap_reduction": True}, pipeline=2),
-    "hybrid 3, bf16": hybrid(replace(SPLIT, steps=5, precision="bf16"), ZERO_3, pipeline=2),
+    "hybrid 2": hybrid(MOVING, ZERO | {"overlap_reduction": True}, pipeline=2),
+    "hybrid 3, bf16": hybrid(replace(MOVING, schedule="zero-bubble", precision="bf16"), ZERO_3, pipeline=2),
 }
 
 

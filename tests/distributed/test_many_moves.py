@@ -13,7 +13,7 @@ from tests.distributed.scenario import Scenario, batch_of, engine_of, fingerprin
 from tests.distributed.test_placement import NAMES, cut
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 LONG = Scenario(steps=120, freeze=((20, 1), (60, 2)))
 

@@ -1,21 +1,39 @@
-"""The placement matrix of ``bin/bench --case train-exact``: its generator, and some of its layouts."""
+"""Placement changes no bit: one canonical layout of each schedule, then random layouts that the commit's hash draws.
+
+``DYNMO_LAYOUT_MINUTES`` is the time for random layouts, ``DYNMO_LAYOUT_SEED`` draws others.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
+import sys
 from dataclasses import replace
 
 import pytest
 
 from tests.distributed.random_placements import (
+    CANONICAL,
+    FAMILIES,
     FEATURES,
-    SCHEDULES,
+    GRAPHED,
+    LABELS,
+    Matrix,
+    canonical,
     command_line,
+    commit,
     counts_of,
     differences,
     draw,
+    problems_of,
+    reference_of,
     report_of,
+    valid_pair,
     write_inputs,
 )
+
+MINUTES = float(os.environ.get("DYNMO_LAYOUT_MINUTES", "4"))
+ALL_MINUTES = float(os.environ.get("DYNMO_LAYOUT_MINUTES", "60"))
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -25,58 +43,94 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.fixture(scope="module")
-def matrix():
-    return [draw(0, number) for number in range(2 * len(FEATURES))]
-
-
-def test_matrix_is_the_same_for_a_seed(matrix):
-    assert [draw(0, number) for number in range(len(matrix))] == matrix
-    assert draw(1, 0) != matrix[0]
-
-
-def test_matrix_has_every_feature_and_schedule(matrix):
-    assert {name for drawn in matrix for name in drawn.features} == set(FEATURES)
-    runs = [run for drawn in matrix for run in drawn.placed]
-    assert {run.options["schedule"] for run in runs} == set(SCHEDULES)
-    assert {drawn.family for drawn in matrix} == {"gpt", "llama", "bert", "t5"}
-    assert any(run.is_graphed for run in runs)
-    assert any(run.changes for run in runs)
-    assert any(run.release for run in runs)
-    assert {len(drawn.placed) for drawn in matrix} == {1, 2}
-
-
-def quick(matrix, lead):
-    """A layout with this leading feature that compiles nothing, which takes a minute."""
-    layouts = [drawn for drawn in matrix if drawn.features[0] == lead and "compiled" not in drawn.features]
-    return min(layouts, key=lambda drawn: len(drawn.placed))
-
-
-@pytest.mark.parametrize("lead", ["ZeRO 1", "context parallel", "vocabulary parallel"])
-def test_random_placement_has_the_same_bits(lead, matrix, inputs, tmp_path):
-    drawn = quick(matrix, lead)
+@pytest.mark.parametrize("schedule", CANONICAL)
+def test_canonical_layout_has_the_same_bits(schedule, inputs, tmp_path):
+    drawn = canonical(schedule)
     problems = list(differences(drawn, tmp_path, inputs))
-    assert not problems, report_of(drawn, problems)
-    if any(run.changes or run.release for run in drawn.placed):
-        assert sum(counts_of(tmp_path).values()) > 0
+    assert not problems, report_of(drawn, problems, f"--canonical {schedule}")
 
 
-def test_layout_that_differs_is_reported_with_its_commands(matrix, inputs, tmp_path):
-    drawn = quick(matrix, "dropout")
+def train_drawn(minutes, compiler, folder, inputs, record_property):
+    matrix = Matrix(seed=os.environ.get("DYNMO_LAYOUT_SEED") or commit(), compiler=compiler)
+    matrix.train_for(60 * minutes, folder, inputs)
+    record_property("layouts", matrix.summary())
+    sys.stdout.writelines(f"{first} + {second}\n" for first, second in sorted(matrix.pairs))
+    assert not matrix.reports, matrix.reports[0]
+    assert matrix.num_drawn
+
+
+@pytest.mark.timeout(60 * MINUTES + 600)
+def test_layouts_that_the_commit_draws_have_the_same_bits(inputs, tmp_path, record_property):
+    train_drawn(MINUTES, False, tmp_path, inputs, record_property)
+
+
+@pytest.mark.complete
+@pytest.mark.timeout(60 * ALL_MINUTES + 600)
+def test_layouts_of_an_hour_have_the_same_bits(inputs, tmp_path, record_property):
+    train_drawn(ALL_MINUTES, True, tmp_path, inputs, record_property)
+
+
+def test_layout_that_differs_is_reported_with_its_commands(inputs, tmp_path):
+    drawn = canonical("gpipe")
     run = drawn.placed[0]
     whole = {name: value for name, value in run.options.items() if name != "exit_interval"}
-    wrong = replace(drawn, placed=(replace(run, options=whole | {"lr": 1e-3}, changes={}, release=None),))
+    wrong = replace(drawn, placed=(replace(run, options=whole | {"lr": 1e-3}, changes={}),))
     problems = list(differences(wrong, tmp_path, inputs))
-    assert problems == ["other losses and norms", "other validation losses", "other tensors"]
-    report = report_of(wrong, problems)
-    assert f"layout {drawn.number}: other losses and norms" in report
-    assert command_line(wrong, wrong.reference) in report
+    assert problems[:3] == ["other losses, norms and metrics", "other validation losses", "other tensors"]
+    report = report_of(wrong, problems, "--seed 5 --number 3")
+    assert "layout 0: other losses, norms and metrics" in report
+    assert "python -m tests.distributed.random_placements --seed 5 --number 3" in report
+    assert command_line(wrong.reference) in report
     assert "--lr 0.001" in report
+    assert counts_of(tmp_path) == {"moves": 0, "releases": 0}
 
 
-def test_command_line_names_what_no_option_has(matrix):
-    [run] = [run for drawn in matrix for run in drawn.placed if run.is_graphed and run.changes][:1]
-    text = command_line(matrix[0], run)
+def test_drawn_layouts_are_the_same_for_a_seed():
+    assert draw("0", 3) == draw("0", 3)
+    assert draw("1", 3) != draw("0", 3)
+    assert draw("0", 3, leads=("kill", "zb-v")).labels >= {"kill", "zb-v"}
+    assert len(commit()) in (1, 12)
+
+
+def test_command_line_names_what_no_option_has():
+    drawn = draw("0", 0, leads=(GRAPHED, "moves"))
+    [run] = [run for run in drawn.placed if run.is_graphed and run.changes][:1]
+    text = command_line(run)
     assert text.startswith("dynmo-train launch local --nproc ")
     assert "CUDA graphs are emulated" in text
     assert "random moves after steps" in text
+
+
+def test_pair_of_features_is_valid_or_refused_with_one_reason():
+    for first, second in itertools.combinations(FEATURES, 2):
+        [one, *_], [two, *_] = FEATURES[first], FEATURES[second]
+        if any(one.get(name, value) != value for name, value in two.items()):
+            continue
+        problems = problems_of(reference_of({**FAMILIES["gpt"], **one, **two}))
+        assert len(problems) <= 1, (first, second, problems)
+        assert all(len(problem.message.splitlines()) == 1 for problem in problems)
+
+
+LAYOUTS = 60  # of four minutes
+VALID_PAIRS = 3200
+
+
+def pairs_of(commits, layouts):
+    """Pairs of labels that come up in the layouts of some commits."""
+    return {pair for seed in range(commits) for number in range(layouts) for pair in draw(f"c{seed}", number).pairs()}
+
+
+def test_every_label_and_half_of_the_valid_pairs_come_up_over_two_commits():
+    drawn = pairs_of(2, LAYOUTS)
+    assert {name for pair in drawn for name in pair} == {name for name in LABELS if name != "compiled"}
+    assert len(drawn) > VALID_PAIRS / 2
+
+
+@pytest.mark.complete
+def test_nearly_all_valid_pairs_come_up_over_twenty_commits():
+    """The others are searched for one by one."""
+    drawn = pairs_of(20, LAYOUTS)
+    others = set(itertools.combinations(sorted({name for pair in drawn for name in pair}), 2)) - drawn
+    missing = [pair for pair in others if valid_pair(pair, 12)]
+    assert len(drawn) + len(missing) == pytest.approx(VALID_PAIRS, rel=0.01)
+    assert len(drawn) / VALID_PAIRS > 0.985, missing

@@ -30,43 +30,6 @@ def whole(tmp_path_factory):
     return folder, data, figures(folder / "whole"), tensors(folder / "whole", 24)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "stop", "options"),
-    [
-        (2, 1, 5, {}),
-        (1, 2, 11, {}),
-        (2, 2, 13, {"schedule": "gpipe"}),
-        (2, 3, 8, {"recompute_granularity": "full"}),
-    ],
-)
-def test_resumed_run_has_the_same_bits(whole, first, second, stop, options):
-    folder, data, expected, weights = whole
-    run = folder / f"stopped-{first}-{second}-{stop}"
-    train(data, run, first, exit_interval=str(stop))
-    assert max(figures(run)) == stop
-    train(data, run, second, load=str(run), **options)
-    assert figures(run) == expected
-    assert tensors(run, 24) == weights
-    segments = [line["segment"] for line in lines(run / "profile.jsonl") if line["record"] == "header"]
-    assert segments == [0, 1]
-    plans = sorted(path.name for path in (run / "plans").glob("plan-*.json"))
-    assert plans == ["plan-000000.json", "plan-000001.json"]
-    assert json.loads((run / "plans" / plans[1]).read_text())["balancer"] == "initial"
-
-
-def test_float16_run_resumes_with_its_loss_scale(whole):
-    folder, data, _, _ = whole
-    half = {"initial_loss_scale": str(2**24), "hysteresis": "1", "loss_scale_window": "5", "train_iters": "16"}
-    train(data, folder / "half", 2, "--fp16", **half)
-    train(data, folder / "half-stopped", 1, "--fp16", exit_interval="7", **half)
-    train(data, folder / "half-stopped", 2, "--fp16", load=str(folder / "half-stopped"), **half)
-    scales = [line["loss_scale"] for line in lines(folder / "half" / "metrics.jsonl") if "loss_scale" in line]
-    assert len(set(scales)) > 2
-    assert scales == [x["loss_scale"] for x in lines(folder / "half-stopped" / "metrics.jsonl") if "loss_scale" in x]
-    assert figures(folder / "half") == figures(folder / "half-stopped")
-    assert tensors(folder / "half", 16) == tensors(folder / "half-stopped", 16)
-
-
 def test_new_run_starts_from_a_step_of_another(whole):
     folder, data, expected, weights = whole
     train(data, folder / "parent", 2, save_interval="9", train_iters="18", lr_decay_iters="24")

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.models.attention.hashed_attention import hash_directions
 from dynmo_train.models.layer_list import ItemOutput, output_of
 from dynmo_train.models.techniques.early_exit import ExitSettings
 from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
 from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
-from dynmo_train.pipeline.partition import Partition
 from tests.distributed.families import SAMPLES
-from tests.distributed.scenario import Scenario, merged, play
-from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 CPU = torch.device("cpu")
 FAMILIES = ("bert", "llama")
 DEPTHS = DepthSettings(capacity=0.5, every=2, aux_weight=0.01)
 EXITS = ExitSettings(layers=(0,), loss_weight=0.3, threshold=0.0008, measure="softmax")
-ALL = DynamicSettings(
-    depths=DEPTHS,
-    exits=replace(EXITS, threshold=0.003),
-    sparse_attention=SparseAttentionSettings(buckets=4, block=4),
-)
 
 
 def family(model: str, settings: DynamicSettings) -> DynamicFamily:
@@ -144,33 +134,3 @@ def test_technique_reduces_the_cost(model):
     assert routed < plain * (1 - 0.7 * (blocks // 2) / blocks)
     head = flops(model, DynamicSettings(exits=replace(EXITS, measure="saturation", threshold=1.0, loss_weight=0.0)))
     assert head - gone > 0.8 * plain * (blocks - 1) / blocks
-
-
-@cache
-def reference(model: str) -> dict:
-    return run_workers(play, 1, scenario(model, schedule="gpipe"))[0]
-
-
-def scenario(model: str, **options) -> Scenario:
-    dynamic = replace(ALL, depths=None, exits=None) if model == "t5" else ALL
-    rule = PruningRule(mode="structured")
-    return Scenario(model=model, steps=8, freeze=((5, 1),), dynamic=dynamic, rule=rule, **options)
-
-
-def cut(model: str, at: int) -> Partition:
-    names = tuple(item.name for item in scenario(model).family().items)
-    return Partition.looped((names[:at], names[at:]), 2)
-
-
-@pytest.mark.parametrize("model", [*FAMILIES, "t5"])
-def test_combined_techniques_have_the_bits_of_one_worker(model):
-    moves = ((3, cut(model, 2)), (6, cut(model, 4)))
-    expected = reference(model)
-    got = merged(run_workers(play, 2, scenario(model, moves=moves)))
-    for part in ("losses", "norms", "eval_loss", "metrics", "weights"):
-        assert got[part] == expected[part], part
-    if model == "t5":
-        return
-    figures = expected["metrics"][-1]
-    assert 0 < figures["layers.0.mlp"]["exit_share"][0] < 1
-    assert 0.3 < figures["layers.1"]["depth_share"][0] < 0.8

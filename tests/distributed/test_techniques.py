@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -14,11 +13,10 @@ from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.models.techniques.early_exit import ExitSettings
 from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
 from dynmo_train.models.techniques.technique_blocks import DynamicSettings, SparseAttentionSettings
-from dynmo_train.pipeline.partition import Partition
-from tests.distributed.scenario import Scenario, calls_of_front, merged, play
+from tests.distributed.scenario import Scenario, calls_of_front, play
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.complete, pytest.mark.timeout(900)]
 
 PLASTICITY = PlasticityRule(interval=1, window=2, tolerance=0.9, patience=1, max_layers=2)
 
@@ -72,51 +70,9 @@ def scenario(technique: str, **options) -> Scenario:
     return Scenario(steps=12, dynamic=requested, **options)
 
 
-def cut(technique: str, *boundaries: int) -> Partition:
-    names = tuple(item.name for item in scenario(technique).family().items)
-    ends = [0, *boundaries, len(names)]
-    stages = tuple(names[begin:end] for begin, end in itertools.pairwise(ends))
-    return Partition.looped(stages, 2)
-
-
 @cache
 def reference(technique: str) -> dict:
     return run_workers(play, 1, scenario(technique, schedule="gpipe"))[0]
-
-
-CASES = {
-    "depths, moving": (2, "depths", {"moves": True, "recompute": True}),
-    "depths, zero-bubble": (2, "depths", {"schedule": "zero-bubble"}),
-    "exits, moving": (2, "exits", {"moves": True, "recompute": True}),
-    "sampled exits, moving": (2, "sampled exits", {"moves": True, "recompute": True}),
-    "classified exits, moving": (2, "classified exits", {"moves": True, "recompute": True}),
-    "exits, zero-bubble": (2, "exits", {"schedule": "zero-bubble"}),
-    "exits, interleaved": (2, "exits", {"schedule": "interleaved-1f1b", "virtual": 2}),
-    "saturation, moving": (2, "saturation", {"moves": True}),
-    "depths and exits, moving": (2, "depths and exits", {"moves": True, "recompute": True}),
-    "structured, moving": (2, "structured", {"moves": True, "recompute": True}),
-    "layer by layer": (2, "layer by layer", {"moves": True}),
-    "expert choice, moving": (2, "expert choice", {"moves": True}),
-    "balanced experts, moving": (2, "balanced experts", {"moves": True, "recompute": True}),
-    "2:4": (2, "2:4", {}),
-    "transposable, moving": (2, "transposable", {"moves": True}),
-    "blocks, moving": (2, "blocks", {"moves": True, "recompute": True}),
-    "adaptive, moving": (2, "adaptive", {"moves": True}),
-    "adaptive, zero-bubble": (2, "adaptive", {"schedule": "zero-bubble", "recompute": True}),
-    "sparse, moving": (2, "sparse", {"moves": True, "recompute": True}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_partition_has_the_bits_of_one_worker(name):
-    workers, technique, options = CASES[name]
-    options = dict(options)
-    if options.pop("moves", False):
-        options["moves"] = ((3, cut(technique, 2)), (7, cut(technique, 4)))
-    expected = reference(technique)
-    got = merged(run_workers(play, workers, scenario(technique, **options)))
-    for key in ("losses", "norms", "eval_loss", "metrics", "weights"):
-        assert got[key] == expected[key], key
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)

@@ -47,15 +47,15 @@ OPTIONS = {
 }
 
 
-def write_data(prefix: Path) -> Path:
-    """An indexed data set of 60 documents with some structure, in the mmap form."""
+def write_data(prefix: Path, documents: int = 60, lengths: tuple[int, int] = (80, 300)) -> Path:
+    """An indexed data set of documents with some structure, in the mmap form."""
     random = np.random.default_rng(5)
-    documents = [(np.cumsum(random.integers(1, 4, random.integers(80, 300))) % 97).astype("<u2") for _ in range(60)]
-    prefix.with_suffix(".bin").write_bytes(b"".join(document.tobytes() for document in documents))
-    lengths = np.array([len(document) for document in documents])
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(documents), len(documents) + 1)
-    pointers = np.concatenate([[0], lengths.cumsum()[:-1] * 2])
-    arrays = (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(documents) + 1).astype("<i8"))
+    texts = [(np.cumsum(random.integers(1, 4, random.integers(*lengths))) % 97).astype("<u2") for _ in range(documents)]
+    prefix.with_suffix(".bin").write_bytes(b"".join(text.tobytes() for text in texts))
+    sizes = np.array([len(text) for text in texts])
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1)
+    pointers = np.concatenate([[0], sizes.cumsum()[:-1] * 2])
+    arrays = (sizes.astype("<i4"), pointers.astype("<i8"), np.arange(documents + 1).astype("<i8"))
     prefix.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
     return prefix
 

@@ -255,6 +255,12 @@ def _close_pools() -> None:
     _POOLS.clear()
 
 
+def kill_workers(size: int) -> None:
+    """SIGKILL to the processes of a world size, which play a scenario; its call of ``run_workers`` fails."""
+    for process in _POOLS[size].processes:
+        process.kill()
+
+
 def run_workers(
     function: Callable[..., Any], size: int, *arguments: Any, joins: bool = True, fresh: bool = False
 ) -> list[Any]:

@@ -179,9 +179,16 @@ def balance(work: Path) -> dict[str, Program]:
 
 def exact(work: Path) -> dict[str, Program]:
     """The placement matrix; a layout that differs fails the case, and its command lines are on stderr."""
-    script = str(ROOT / "tests" / "benchmarks" / "train_exact.py")
-    command = [sys.executable, script, "--layouts", str(EXACT_LAYOUTS)]
-    return {"dynmo-train": Program(command=command, printed="equal", environment=ONE_THREAD)}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.distributed.random_placements",
+        "--layouts",
+        str(EXACT_LAYOUTS),
+        "--compiler",
+    ]
+    environment = ONE_THREAD | {"PYTHONPATH": str(ROOT)}
+    return {"dynmo-train": Program(command=command, printed="equal", environment=environment)}
 
 
 def convert(work: Path) -> dict[str, Program]:
