@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.paths import ROOT
+from tests.tables import table
 
 PACKAGES = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt", "bin/shared")
 ARRAY = re.compile(r"\b(Tensor|ndarray|NDArray|ArrayLike)\b")
@@ -99,8 +100,8 @@ def undocumented_errors(source: str) -> list[str]:
 RULES = {"arrays": undocumented_arrays, "numbers": undocumented_numbers, "errors": undocumented_errors}
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("package", PACKAGES)
+@table("rule", RULES)
+@table("package", PACKAGES)
 def test_public_functions_document_their_interface(package, rule):
     # Copies of shared modules are checked where they come from.
     folder = ROOT / package

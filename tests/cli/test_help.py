@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.cli.test_root_options import COMMANDS
+from tests.tables import table
 
 FORBIDDEN = ("torch", "numpy", "pydantic", "rich", "yaml")
 
@@ -46,7 +47,7 @@ def options(command):
     return [param for param in command.params if param.param_type_name == "option" and not param.hidden]
 
 
-@pytest.mark.parametrize(("package", "words", "command"), CASES)
+@table(("package", "words", "command"), CASES)
 def test_help_all_names_every_flag(package, words, command):
     if words == ("tasks",):
         pytest.skip("its options are those of the task")
@@ -55,7 +56,7 @@ def test_help_all_names_every_flag(package, words, command):
     assert [name for option in options(command) for name in option.opts if name not in flags] == []
 
 
-@pytest.mark.parametrize(("package", "words", "command"), CASES)
+@table(("package", "words", "command"), CASES)
 def test_help_is_grouped_and_counts_the_other_options(package, words, command):
     if words == ("tasks",):
         pytest.skip("its options are those of the task")
@@ -74,8 +75,8 @@ def test_help_is_grouped_and_counts_the_other_options(package, words, command):
     assert num_shown <= 90
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
-@pytest.mark.parametrize(("package", "words", "command"), CASES)
+@table("columns", [60, 80, 120])
+@table(("package", "words", "command"), CASES)
 def test_help_lines_fit_into_the_terminal(package, words, command, columns):
     lines = page(package, *words, "--help", columns=columns).splitlines()
     assert [line for line in lines if len(line) > columns and " " in line.strip()] == []

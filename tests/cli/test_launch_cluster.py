@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import table
 from tests.waiting import wait_for
 
 # Each stub records its arguments in a file; that of the launcher exits as another file determines.
@@ -189,7 +190,7 @@ def test_launch_missing_scheduler_names_the_remedy(place, monkeypatch):
     assert "kubectl: not found on PATH" in dynmo("launch", "kubernetes", "--image", "i", *TRAIN, code=2).stderr
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "message"),
     [
         (("slurm", "--nodes", "4:2"), "--nodes 4:2: must have 1 <= MIN <= MAX"),

@@ -14,6 +14,7 @@ import pytest
 
 from dynmo_tools import cli
 from dynmo_tools.formats.indexed import IndexedReader
+from tests.tables import table
 
 SENTENCES = [
     "The river runs past the old mill and under the bridge of stone.",
@@ -175,7 +176,7 @@ def test_changed_settings_are_refused_without_overwrite(prep, tmp_path):
     assert prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--seed", 5, "--overwrite")[0] == 0
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "message"),
     [
         (("shuffle", "none.jsonl", "-o", "out.jsonl"), "none.jsonl: no file has this name"),

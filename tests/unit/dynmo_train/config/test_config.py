@@ -14,6 +14,7 @@ from dynmo_train.config import DefaultContext, config_document, config_of, optio
 from dynmo_train.config.command import with_options
 from dynmo_train.config.parse import parse_freeze_schedule, parse_split
 from dynmo_train.config.resolve import parse_config_file, read_config_file
+from tests.tables import table
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 FLAGS = {name: spec for name, spec in option_specs().items() if spec.is_flag}
@@ -51,7 +52,7 @@ def toml_value(value):
     return str(value).lower() if isinstance(value, bool) else json.dumps(value)
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@table("name", FLAGS)
 def test_flag_file_and_run_json_agree(name):
     spec = FLAGS[name]
     value = other_value(spec)

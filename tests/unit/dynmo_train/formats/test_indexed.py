@@ -9,6 +9,7 @@ import pytest
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train.formats.indexed import open_indexed
+from tests.tables import table
 
 
 def index_bytes(lengths, pointers, documents, *, code=8, version=1, magic=b"MMIDIDX\x00\x00"):
@@ -54,7 +55,7 @@ def test_open_indexed_reads_an_empty_dataset(tmp_path):
     assert open_indexed(write(tmp_path, index_bytes([], [], [0]), b"")).num_documents == 0
 
 
-@pytest.mark.parametrize(
+@table(
     ("index", "payload", "where", "kind"),
     [
         (GOOD[:20], PAYLOAD, "", "truncated"),

@@ -12,6 +12,7 @@ import dynmo_train.formats.plan as plans
 from dynmo_train._common.document import DocumentError
 from dynmo_train.formats.plan_check import validate_plan
 from tests.paths import ROOT
+from tests.tables import table
 
 SCHEMA = json.loads((ROOT / "dynmo_balance" / "formats" / "plan.schema.json").read_text())
 NAMES = ["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp", "head"]
@@ -165,7 +166,7 @@ def test_validate_plan_accepts_a_fitting_plan():
     assert faults(initial() | {"plan_id": 1, "base_plan_id": 0, "balancer": "exact", "action": "keep"}) == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "kinds"),
     [
         ({"run_id": "r2"}, ["run"]),
