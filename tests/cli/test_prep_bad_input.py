@@ -10,8 +10,6 @@ import lzma
 import pytest
 import zstandard
 
-from tests.tables import table
-
 GOOD = "The river runs past the old mill and under the bridge of stone, where children look for snails. " * 14
 LONG = 8000
 LINES = [
@@ -75,7 +73,7 @@ def rejected(tmp_path):
     return [json.loads(line) for part in parts for line in part.read_bytes().splitlines()]
 
 
-@table("step", STEPS)
+@pytest.mark.parametrize("step", STEPS)
 def test_invalid_lines_are_rejected_with_location_and_reason(prep, tmp_path, step):
     """Two files with several tasks each: lines are numbered within their file."""
     code, out, err = prep(
@@ -179,7 +177,7 @@ def test_parquet_row_without_text_is_rejected(prep, tmp_path):
     assert [(row["line"], row["reason"]) for row in rejected(tmp_path)] == [(2, "type")]
 
 
-@table(
+@pytest.mark.parametrize(
     "arguments",
     [
         ("merge", "good.jsonl", "-o", "good.jsonl"),
@@ -222,7 +220,7 @@ def test_decontaminate_with_a_changed_task_file_is_not_resumed(prep, tmp_path):
     assert prep(*command)[0] == 2
 
 
-@table("step", STEPS)
+@pytest.mark.parametrize("step", STEPS)
 def test_row_above_the_depth_limit_is_rejected(prep, tmp_path, step):
     deep = b'{"url": "deep", "text": "' + GOOD.encode() + b'", "deep": ' + b"[" * 900 + b"]" * 900 + b"}\n"
     (tmp_path / "deep.jsonl").write_bytes((tmp_path / "good.jsonl").read_bytes() + deep)
