@@ -16,17 +16,17 @@ def failure_of(case, **fixtures):
 
 
 def test_every_failing_row_is_reported_with_its_name():
-    seen = []
+    words = []
 
     @table("word, number", [("a", 1), pytest.param("b", 2, id="second"), ("c", 3), ("d", 4)])
     def case(word, number):
-        seen.append(word)
+        words.append(word)
         if number == 2:
             raise KeyError(word)
         assert number % 2, f"{number} is even"
 
     text = failure_of(case)
-    assert seen == ["a", "b", "c", "d"]
+    assert words == ["a", "b", "c", "d"]
     assert text.startswith("2 of 4 rows failed")
     assert "row second:" in text
     assert "KeyError: 'b'" in text

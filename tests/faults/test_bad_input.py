@@ -39,7 +39,7 @@ CASES = {
     "every id is beyond the vocabulary": (None, {"vocab-size": "40"}, "--vocab-size"),
     "the tokens end too early": (lambda p: truncate(p.with_suffix(".bin"), 1000), {}, "the .bin has 20222 [length]"),
     "the index is of other tokens": (lambda p: p.with_suffix(".bin").write_bytes(b"\1\0" * 9000), {}, "[length]"),
-    "the index is no index": (lambda p: p.with_suffix(".idx").write_bytes(b"no index at all"), {}, "x.idx"),
+    "the index is a text": (lambda p: p.with_suffix(".idx").write_bytes(b"no index at all"), {}, "x.idx"),
     "no data set": (lambda p: p.with_suffix(".idx").unlink(), {}, "x.idx"),
     "a width that does not divide": (None, {"num-attention-heads": "3"}, "--hidden-size"),
     "another number of stages than processes": (None, {"pipeline-model-parallel-size": "3"}, "--nproc 3"),
