@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from dynmo_tools import cli
 from dynmo_tools.formats.indexed import IndexedReader
 from tests.tables import table
 
@@ -229,29 +225,6 @@ def test_sample_corpus_reports_what_it_wrote(prep, tmp_path):
     assert code == 0
     assert report["documents"] > 20
     assert 100_000 < report["bytes"] <= 200_000
-
-
-COMMANDS = ["", *(command.name for command in cli.app.registered_commands)]
-
-
-@pytest.mark.parametrize("step", COMMANDS)
-def test_help_of_every_command_loads_no_heavy_module(step):
-    program = (
-        "import sys, dynmo_tools.cli as cli\n"
-        f"sys.argv = ['dynmo-prep', {step!r}, '--help'] if {step!r} else ['dynmo-prep', '--help']\n"
-        "try:\n    cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
-        "heavy = {'numpy', 'datasketch', 'ftfy', 'langdetect', 'tokenizers', 'orjson', 'pyarrow', 'gigatoken'}\n"
-        "sys.exit(','.join(sorted(heavy & set(sys.modules))) or 0)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "120"},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "Usage: dynmo-prep" in done.stdout
 
 
 def test_binarize_accepts_the_command_line_of_megatron(prep, tmp_path):
