@@ -5,15 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 
-import pytest
-
 from tests.paths import ROOT
+from tests.tables import table
 
 BENCHMARKS = sorted((ROOT / "tests" / "benchmarks").glob("*.py"))
 PROJECT = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt", "tests")
 
 
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+@table("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_benchmark_imports_names_that_exist(path):
     missing = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

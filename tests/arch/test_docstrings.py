@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
 from tests.paths import ROOT
+from tests.tables import table
 
 PACKAGES = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt", "bin/shared")
 ARRAY = re.compile(r"\b(Tensor|ndarray|NDArray|ArrayLike)\b")
@@ -17,6 +19,7 @@ SHAPE = re.compile(r"\[[^\]]*\]|\bshapes?\b|\bscalar\b|\belements?\b|\bany dimen
 NUMBERS = {"int", "float", "int | None", "float | None"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+parsed = cache(ast.parse)  # each rule reads every module
 
 
 def public_functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Function]]:
@@ -49,7 +52,7 @@ def arguments(function: Function) -> list[ast.arg]:
 def undocumented_arrays(source: str) -> list[str]:
     """Functions with an array argument whose docstring lacks the argument's name or any shape."""
     found = []
-    for owner, function in public_functions(ast.parse(source)):
+    for owner, function in public_functions(parsed(source)):
         annotated = [each for each in arguments(function) if each.annotation]
         arrays = [each.arg for each in annotated if ARRAY.search(ast.unparse(each.annotation))]
         text = documentation(owner, function)
@@ -62,7 +65,7 @@ def undocumented_arrays(source: str) -> list[str]:
 def undocumented_numbers(source: str) -> list[str]:
     """Functions with a numeric argument whose docstring does not name it, with its unit and what 0 or None means."""
     found = []
-    for owner, function in public_functions(ast.parse(source)):
+    for owner, function in public_functions(parsed(source)):
         annotated = [each for each in arguments(function) if each.annotation]
         numbers = [each.arg for each in annotated if ast.unparse(each.annotation) in NUMBERS]
         missing = [name for name in numbers if not re.search(rf"\b{name}\b", documentation(owner, function))]
@@ -89,7 +92,7 @@ def undocumented_errors(source: str) -> list[str]:
     """Functions that raise an error and have no ``Raises`` in their docstring; ``typer.Exit`` is a command's end."""
     return [
         function.name
-        for owner, function in public_functions(ast.parse(source))
+        for owner, function in public_functions(parsed(source))
         if any(isinstance(node, ast.Raise) and is_error(node) for node in own_nodes(function))
         and not is_command(function)
         and "Raises" not in documentation(owner, function)
@@ -99,8 +102,8 @@ def undocumented_errors(source: str) -> list[str]:
 RULES = {"arrays": undocumented_arrays, "numbers": undocumented_numbers, "errors": undocumented_errors}
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("package", PACKAGES)
+@table("rule", RULES)
+@table("package", PACKAGES)
 def test_public_functions_document_their_interface(package, rule):
     # Copies of shared modules are checked where they come from.
     folder = ROOT / package

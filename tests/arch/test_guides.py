@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
+from tests.tables import table
 
 PACKAGES = ("dynmo_train", "dynmo_balance", "dynmo_tools", "dynmo_ckpt")
 MAX_TOUR_LINES = 200
@@ -55,7 +56,7 @@ def broken_links(path: Path, text: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+@table("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_relative_links_of_documents_resolve(path):
     assert broken_links(path, path.read_text(encoding="utf-8")) == []
 
@@ -97,7 +98,7 @@ def test_readme_of_package_is_a_tour(package):
     assert tour_faults((ROOT / package / "README.md").read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("package", "path"),
     [(package, path) for package in PACKAGES for path in guides(package)],
     ids=lambda value: value if isinstance(value, str) else value.parent.name,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.arch.language import all_findings, findings
+from tests.tables import table
 
 
 def test_tracked_text_uses_the_terms_of_the_field():
@@ -12,7 +11,7 @@ def test_tracked_text_uses_the_terms_of_the_field():
 
 
 # A "~" is left out before the text is checked, so that this file passes its own test.
-@pytest.mark.parametrize(
+@table(
     ("text", "count"),
     [
         ("# The planner reports a plan; training continues.", 0),

@@ -45,6 +45,21 @@ def prep(monkeypatch, capsys):
 
 
 @pytest.fixture
+def train(monkeypatch, capfd):
+    """Runs ``dynmo-train`` in this process: exit code, stdout, stderr."""
+    from dynmo_train import cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dynmo-train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capfd.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
 def run_dir(tmp_path):
     """A run directory with a profile and its initial plan."""
     (tmp_path / "plans").mkdir()

@@ -7,6 +7,7 @@ import pytest
 
 from dynmo_ckpt.converters.gguf_types import llama3_divisors
 from dynmo_ckpt.formats.checkpoint import seal
+from tests.tables import table
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -114,7 +115,7 @@ def key(reader, name):
     return reader.fields[name].contents()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@table("name", MODELS)
 def test_tensors_and_keys_equal_those_of_the_model(tmp_path, ckpt, name):
     expected = by_converter_rules(name, save(name, tmp_path / "in"))
     ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
@@ -138,8 +139,8 @@ def test_tensors_and_keys_equal_those_of_the_model(tmp_path, ckpt, name):
         assert key(reader, "llama.rope.scaling.factor") == 2.0
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "q8_0"])
+@table("name", ["llama", "mixtral", "gpt2"])
+@table("dtype", ["fp16", "bf16", "q8_0"])
 def test_matrices_are_rounded_and_vectors_are_not(tmp_path, ckpt, name, dtype):
     expected = by_converter_rules(name, save(name, tmp_path / "in"))
     ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--dtype", dtype)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt.converters.gguf_types import mxfp4_blocks
+from tests.tables import table
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -158,7 +159,7 @@ def key(reader, name):
     return reader.fields[name].contents()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v2-lite"])
+@table("name", [name for name in MODELS if name != "deepseek-v2-lite"])
 def test_tensors_equal_those_of_the_model(tmp_path, ckpt, name):
     save(name, tmp_path / "in")
     expected = by_converter_rules(name, stored_tensors(tmp_path / "in"))
@@ -194,7 +195,7 @@ def test_sliding_layers_of_gemma3_have_their_base(tmp_path, ckpt):
     assert {name: key(reader, f"gemma3.{name}") for name in expected} == expected
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "settings", "named"),
     [
         ("gemma2", {"query_pre_attn_scalar": 16}, "attention_scale"),

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.tables import table
 from tests.unit.dynmo_ckpt.titan_facts import MODELS, older, same_elements, save_theirs, titan_state
 
 torch = pytest.importorskip("torch")
@@ -36,8 +37,8 @@ def test_titan_output_has_the_names_and_elements_of_torchtitan(tmp_path, ckpt, n
     assert [key for key in expected if not same_elements(found[key], expected[key])] == []
 
 
-@pytest.mark.parametrize("is_older", [False, True], ids=["0.3", "0.2"])
-@pytest.mark.parametrize("name", MODELS)
+@table("is_older", [False, True], ids=["0.3", "0.2"])
+@table("name", MODELS)
 def test_titan_input_has_each_tensor_of_transformers(tmp_path, ckpt, name, is_older):
     theirs = save_theirs(name, tmp_path / "hf")
     state = titan_state(name, theirs)
@@ -120,7 +121,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@table("case", REFUSED)
 def test_titan_refuses_by_name_what_torchtitan_does_not_compute(tmp_path, ckpt, case):
     name, changes, field = REFUSED[case]
     save_theirs(name, tmp_path / "hf", **changes)
@@ -129,8 +130,8 @@ def test_titan_refuses_by_name_what_torchtitan_does_not_compute(tmp_path, ckpt, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("change", ["transposed", "missing", "unknown", "other model"])
-@pytest.mark.parametrize("name", ["qwen3 experts", "deepseek", "gpt-oss"])
+@table("change", ["transposed", "missing", "unknown", "other model"])
+@table("name", ["qwen3 experts", "deepseek", "gpt-oss"])
 def test_titan_input_that_does_not_fit_is_refused(tmp_path, ckpt, name, change):
     state = titan_state(name, save_theirs(name, tmp_path / "hf"))
     stacked = next(key for key in state if "inner_experts" in key and state[key].ndim == 3)

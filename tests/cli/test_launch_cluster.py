@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import table
 from tests.waiting import wait_for
 
 # Each stub records its arguments in a file; that of the launcher exits as another file determines.
@@ -189,7 +190,7 @@ def test_launch_missing_scheduler_names_the_remedy(place, monkeypatch):
     assert "kubectl: not found on PATH" in dynmo("launch", "kubernetes", "--image", "i", *TRAIN, code=2).stderr
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "message"),
     [
         (("slurm", "--nodes", "4:2"), "--nodes 4:2: must have 1 <= MIN <= MAX"),
@@ -204,13 +205,16 @@ def test_launch_missing_scheduler_names_the_remedy(place, monkeypatch):
         (("node", "--node-rank", "3", "--nnodes", "2"), "--node-rank 3: must be 0 to 1"),
     ],
 )
-def test_launch_invalid_option_is_refused(place, words, message):
-    assert message in dynmo("launch", *words, *TRAIN, code=2).stderr
+def test_launch_invalid_option_is_refused(train, place, words, message):
+    code, _, err = train("launch", *words, *TRAIN)
+    assert code == 2
+    assert message in err
 
 
-def test_cluster_launch_nested_launch_is_refused(place):
-    for kind in (("slurm",), ("lsf",), ("node",), ("kubernetes", "--image", "i")):
-        assert "cannot start another launch" in dynmo("launch", *kind, "--", "launch", "local", code=2).stderr
+@table("kind", [("slurm",), ("lsf",), ("node",), ("kubernetes", "--image", "i")])
+def test_cluster_launch_nested_launch_is_refused(train, place, kind):
+    code, _, err = train("launch", *kind, "--", "launch", "local")
+    assert (code, "cannot start another launch" in err) == (2, True)
 
 
 def test_kubernetes_data_step_is_a_job(place):

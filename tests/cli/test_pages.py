@@ -16,6 +16,7 @@ from dynmo_train.config.compat.flags import FLAGS
 from dynmo_train.config.compat.translate import declared_name
 from dynmo_train.config.presets import read_recipe
 from dynmo_train.config.task_command import TASK_FLAGS
+from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 MIGRATION = "dynmo_train/cli/MIGRATION.md"
@@ -27,8 +28,8 @@ def pairs():
     """Left and right cell of each row of a table with the header ``there | here``."""
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
-        for table in re.findall(r"\| there \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", text):
-            for row in table.splitlines():
+        for rows in re.findall(r"\| there \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", text):
+            for row in rows.splitlines():
                 left, right = re.split(r"(?<!\\) \| ", row.strip("| ").strip())
                 yield pytest.param(left.replace("\\|", "|"), right.replace("\\|", "|"), id=left[:60])
 
@@ -76,7 +77,7 @@ def check_ours(words):
     return " ".join(words[:at])
 
 
-@pytest.mark.parametrize(("left", "right"), [*pairs()])
+@table(("left", "right"), [*pairs()])
 def test_readme_page_row_agrees_with_the_table_of_scripts(left, right):
     (theirs,) = codes(left)[:1]
     ours = [named for code in codes(right) if (named := check_ours(shlex.split(code)))]

@@ -17,6 +17,7 @@ from dynmo_balance.partition.registry import balancer_names
 from dynmo_balance.schedules.registry import SCHEDULES
 from tests.cli.cli_files import EVENTS
 from tests.paths import CONTRACTS
+from tests.tables import table
 
 
 def test_help_takes_less_than_300_ms():
@@ -189,8 +190,8 @@ def test_watch_once_writes_a_plan(plan, run_dir):
     assert "watching" in err
 
 
-@pytest.mark.parametrize("command", ["partition", "compare", "simulate", "what-if", "explain"])
-@pytest.mark.parametrize("fixture", ["newer-version", "negative-time", "no-items"])
+@table("command", ["partition", "compare", "simulate", "what-if", "explain"])
+@table("fixture", ["newer-version", "negative-time", "no-items"])
 def test_partition_invalid_profile_lists_problems(plan, command, fixture):
     code, out, err = plan(command, CONTRACTS / f"profile/invalid/{fixture}.jsonl")
     assert (code, out) == (2, "")

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.cli.cli_files import EVENTS
+from tests.tables import table
 
 
 def test_what_if_prints_the_grid(plan):
@@ -43,7 +44,7 @@ def test_what_if_marks_infeasible_cells(plan):
     assert "infeasible" not in out.splitlines()[3]
 
 
-@pytest.mark.parametrize(
+@table(
     ("vary", "message"),
     [
         ("layers=1:3", "NAME one of stages"),

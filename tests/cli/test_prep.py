@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from dynmo_tools import cli
 from dynmo_tools.formats.indexed import IndexedReader
+from tests.tables import table
 
 SENTENCES = [
     "The river runs past the old mill and under the bridge of stone.",
@@ -126,36 +123,6 @@ def test_output_is_equal_for_any_number_of_workers(prep, tmp_path, workers):
     assert made[0] == made[1]
 
 
-def test_rejects_have_file_line_offset_and_reason(prep, tmp_path):
-    rows = documents(500)
-    source = write(tmp_path / "in.jsonl", rows)
-    lines = source.read_bytes().splitlines(keepends=True)
-    lines[300:300] = [b"not json\n", b"\n", b'{"other": 1}\n', b'{"text": null}\n', b'{"text": "\xff"}\n']
-    source.write_bytes(b"".join(lines))
-    code, out, err = prep("shuffle", source, "-o", tmp_path / "all.jsonl", "--task-bytes", 10_000)
-    assert code == 3
-    assert "2 rejected (1 json, 1 utf8)" in out
-    code, out, err = prep(
-        "clean", source, "-o", tmp_path / "out.jsonl", "--language", "", "--task-bytes", 10_000, "--workers", 2
-    )
-    assert code == 3
-    assert "4 rejected (1 json, 1 key, 1 type, 1 utf8); 1 blank lines" in out
-    rejects = [
-        json.loads(line)
-        for path in sorted((tmp_path / "out.jsonl.work" / "rejects").iterdir())
-        for line in path.read_text().splitlines()
-    ]
-    assert [(row["line"], row["reason"]) for row in rejects] == [
-        (301, "json"),
-        (303, "key"),
-        (304, "type"),
-        (305, "utf8"),
-    ]
-    raw = source.read_bytes()
-    assert all(raw[row["offset"] :].split(b"\n")[0].decode("utf-8", "replace") == row["excerpt"] for row in rejects)
-    assert str(tmp_path / "out.jsonl.work" / "rejects") in err
-
-
 def test_too_many_rejects_exit_4(prep, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "a"}\nbad\n')
@@ -175,7 +142,7 @@ def test_changed_settings_are_refused_without_overwrite(prep, tmp_path):
     assert prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--seed", 5, "--overwrite")[0] == 0
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "message"),
     [
         (("shuffle", "none.jsonl", "-o", "out.jsonl"), "none.jsonl: no file has this name"),
@@ -190,6 +157,8 @@ def test_changed_settings_are_refused_without_overwrite(prep, tmp_path):
         (("pipeline", "quickstart", "--set", "clean"), "must have the form step.key=value"),
         (("inspect", "none"), "none.idx: no such file"),
         (("binarize", "in.jsonl", "-o", "out", "--tokenizer", "none.json"), "none.json: cannot be read"),
+        (("decontaminate", "in.jsonl", "-o", "out", "--task", "squad=none.jsonl"), "none.jsonl"),
+        (("merge-indexed", "none", "-o", "out"), "none: no indexed dataset found"),
         (("dedup", "in.jsonl", "-o", "out.jsonl", "--num-bands", "7"), "--num-bands 7: must divide --num-seeds"),
     ],
 )
@@ -228,29 +197,6 @@ def test_sample_corpus_reports_what_it_wrote(prep, tmp_path):
     assert code == 0
     assert report["documents"] > 20
     assert 100_000 < report["bytes"] <= 200_000
-
-
-COMMANDS = ["", *(command.name for command in cli.app.registered_commands)]
-
-
-@pytest.mark.parametrize("step", COMMANDS)
-def test_help_of_every_command_loads_no_heavy_module(step):
-    program = (
-        "import sys, dynmo_tools.cli as cli\n"
-        f"sys.argv = ['dynmo-prep', {step!r}, '--help'] if {step!r} else ['dynmo-prep', '--help']\n"
-        "try:\n    cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
-        "heavy = {'numpy', 'datasketch', 'ftfy', 'langdetect', 'tokenizers', 'orjson', 'pyarrow', 'gigatoken'}\n"
-        "sys.exit(','.join(sorted(heavy & set(sys.modules))) or 0)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "120"},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "Usage: dynmo-prep" in done.stdout
 
 
 def test_binarize_accepts_the_command_line_of_megatron(prep, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from dynmo_tools import cli
 from dynmo_tools.web import http_client
 from dynmo_tools.web.http_client import AllowedHosts, FetchError, get, is_public, sendable, without_credentials
+from tests.tables import table
 
 PAGE = b"<html><title>Page</title><body>Text of the page</body></html>"
 
@@ -85,7 +86,7 @@ INTERNAL = (
 PUBLIC = ("8.8.8.8", "93.184.216.34", "2606:2800:220:1::1", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1")
 
 
-@pytest.mark.parametrize("address", INTERNAL)
+@table("address", INTERNAL)
 def test_is_public_of_an_internal_address_is_false(address):
     assert not is_public(ipaddress.ip_address(address))
 

@@ -120,9 +120,3 @@ def test_recipe_input_in_both_folders_is_refused(prep, tmp_path):
     code, _, err = prep("pipeline", "recipe.toml", "--work-dir", "work")
     assert (code, "choose with --input in.jsonl or --input work/in.jsonl" in err) == (2, True)
     assert prep("pipeline", "recipe.toml", "--work-dir", "work", "--input", "in.jsonl")[0] == 0
-
-
-def test_recipe_input_that_does_not_exist_is_named(prep, tmp_path):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    code, _, err = prep("pipeline", "recipe.toml", "--work-dir", "work")
-    assert (code, "in.jsonl: no file has this name" in err) == (2, True)

@@ -20,6 +20,7 @@ from dynmo_tools.config.settings import RunSettings
 from dynmo_tools.filters.clean import LANGUAGES
 from dynmo_tools.io.codecs import FOREIGN_ENDINGS, FOREIGN_OUTPUT_ENDINGS
 from dynmo_tools.runner.registry import steps
+from tests.tables import table
 
 
 def numbers():
@@ -70,7 +71,7 @@ def test_numbers_of_every_command_are_bounded():
     assert [entry for entry in NUMBERS if entry[2] is None] == []
 
 
-@pytest.mark.parametrize("name", sorted({name for name, *_ in NUMBERS}))
+@table("name", sorted({name for name, *_ in NUMBERS}))
 def test_numbers_out_of_range_are_refused_before_work(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for _, flag, least, most in (entry for entry in NUMBERS if entry[0] == name):
@@ -82,9 +83,7 @@ def test_numbers_out_of_range_are_refused_before_work(name, capsys, monkeypatch,
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "kind", [*dict.fromkeys(step.settings for step in steps().values()), RunSettings], ids=lambda k: k.__name__
-)
+@table("kind", [*dict.fromkeys(step.settings for step in steps().values()), RunSettings], ids=lambda k: k.__name__)
 def test_recipe_with_numbers_out_of_range_is_refused(kind):
     required = {"id-prefix": "a", "tasks": ["remove_512"], "groups": "g"}
     known = {field.name.replace("_", "-") for field in dataclasses.fields(kind)}
@@ -139,14 +138,14 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@table("name", NAMES)
 def test_output_with_an_unsupported_extension_is_refused(refused, corpus, name):
     err = refused("merge", corpus, "-o", name)
     assert name in err
     assert "cannot be written" in err or "rename" in err
 
 
-@pytest.mark.parametrize(
+@table(
     "arguments",
     [
         ("sample-corpus", "-o", "x.lz4"),
@@ -165,7 +164,7 @@ def test_every_command_refuses_unsupported_output_extensions(refused, corpus, ar
     assert "cannot be written" in refused(*(word.replace("{in}", str(corpus)) for word in arguments))
 
 
-@pytest.mark.parametrize("ending", [*sorted(FOREIGN_ENDINGS), ".GZ", ".Parquet", ".tar.gz"])
+@table("ending", [*sorted(FOREIGN_ENDINGS), ".GZ", ".Parquet", ".tar.gz"])
 def test_input_with_an_unsupported_extension_is_refused(refused, corpus, ending):
     source = corpus.with_name(f"data{ending}")
     corpus.rename(source)

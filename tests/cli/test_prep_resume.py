@@ -404,48 +404,9 @@ def test_pipeline_on_ray_writes_the_same_bytes(recipe, tmp_path):
     assert "Processed" in done.stderr
 
 
-@pytest.mark.complete
-@pytest.mark.distributed
-def test_ray_writes_the_same_bytes(tmp_path):
-    """In a process of its own: Ray starts threads and children that outlive a test."""
-    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    source = documents(tmp_path / "in.jsonl")
-    outputs = []
-    for executor in ("local", "ray"):
-        output = tmp_path / f"{executor}.jsonl"
-        done = subprocess.run(
-            [
-                sys.executable, "-c", "from dynmo_tools.cli import main; main()", "merge", source, "-o", output,
-                "--task-bytes", "50000", "--executor", executor,
-            ],
-            capture_output=True, text=True, check=False, timeout=600,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        outputs.append(output.read_bytes())
-    assert outputs[0] == outputs[1]
-
-
 def test_remove_flags_removes_flags_with_values():
     given = ["clean", "a", "--executor", "slurm", "--seed", "1", "--emit-sbatch=x"]
     assert remove_flags(given, ("--executor", "--emit-sbatch")) == ["clean", "a", "--seed", "1"]
-
-
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_truncated_input_fails_its_task_without_output(prep, tmp_path, ending):
-    import gzip
-
-    import zstandard
-
-    payload = documents(tmp_path / "in.jsonl").read_bytes()
-    packed = gzip.compress(payload) if ending == ".gz" else zstandard.ZstdCompressor().compress(payload)
-    source = tmp_path / f"cut.jsonl{ending}"
-    source.write_bytes(packed[:-100])
-    code, _, err = prep("merge", source, "-o", tmp_path / "out.jsonl")
-    assert (code, "is truncated" in err) == (1, True)
-    assert not (tmp_path / "out.jsonl").exists()
-    source.write_bytes(packed)
-    assert prep("merge", source, "-o", tmp_path / "out.jsonl", "--overwrite")[0] == 0
-    assert (tmp_path / "out.jsonl").read_bytes() == payload
 
 
 @pytest.mark.complete

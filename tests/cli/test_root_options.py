@@ -47,13 +47,6 @@ def test_version_does_not_import_torch(command, package):
     assert loaded == "False"
 
 
-@pytest.mark.parametrize("package", COMMANDS.values())
-def test_package_runs_as_a_module(package):
-    done = run("-m", package, "--version")
-    assert done.returncode == 0, done.stderr
-    assert "dynmo-toolkit" in done.stdout
-
-
 @pytest.mark.parametrize(("command", "package"), COMMANDS.items())
 def test_completion_lists_commands(command, package):
     variable = f"_{command.replace('-', '_').upper()}_COMPLETE"

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
+from tests.tables import table
 
 pytestmark = pytest.mark.complete
 
@@ -137,7 +138,7 @@ def test_generate_json_has_every_sample(place):
     assert json.loads(fewer) == samples[:1]
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "words"),
     [
         (("--load", "nowhere", "--prompt", "w1"), "no checkpoint here"),

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
+from tests.tables import table
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 WORDS = [f"w{number}" for number in range(40)]
@@ -257,7 +258,7 @@ def test_finetune_race_megatron_command_line_trains(race):
     assert [each.split("| ", 1)[1] for each in again.splitlines()] == [each.split("| ", 1)[1] for each in last_epoch]
 
 
-@pytest.mark.parametrize(
+@table(
     ("line", "words"),
     [
         ("tasks --valid-data wiki.txt", "--task is required: one of WIKITEXT103, LAMBADA, MNLI, RACE"),

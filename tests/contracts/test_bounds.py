@@ -40,6 +40,7 @@ from dynmo_train.formats.checkpoint import reader as train_reader
 from dynmo_train.formats.checkpoint.shards import decode_header
 from dynmo_train.pipeline import emulation_trace
 from dynmo_train.trainer.monitoring import compare_runs
+from tests.tables import table
 
 LEVELS = 2000
 PlanError = document.UsageError
@@ -120,8 +121,8 @@ def refused(read, path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("payload", [UNCLOSED, OBJECTS, CLOSED], ids=["unclosed", "objects", "closed"])
+@table("name", READERS)
+@table("payload", [UNCLOSED, OBJECTS, CLOSED], ids=["unclosed", "objects", "closed"])
 def test_readers_deep_nesting_is_refused(tmp_path, name, payload):
     path = tmp_path / "document.json"
     header = b"" if name != "safetensors" else len(payload).to_bytes(8, "little")
@@ -150,7 +151,7 @@ def test_toml_readers_deep_nesting_is_refused(tmp_path, name):
         assert "nested deeper than 100 levels" in refused(TOML_READERS[name], path)
 
 
-@pytest.mark.parametrize("name", READERS)
+@table("name", READERS)
 def test_readers_fifo_is_refused_without_waiting(tmp_path, name):
     path = tmp_path / "document.json"
     os.mkfifo(path)

@@ -10,6 +10,7 @@ import dynmo_ckpt.formats.checkpoint as owner
 import dynmo_train.formats.checkpoint.document as reader
 from dynmo_ckpt._common.errors import DynmoError as OwnerError
 from dynmo_train._common.errors import DynmoError as ReaderError
+from tests.tables import table
 
 FIXTURES = Path(__file__).parent / "fixtures" / "checkpoint"
 SCHEMA = json.loads((Path(owner.__file__).with_name("checkpoint.schema.json")).read_text())
@@ -31,7 +32,7 @@ def test_schema_copies_of_owner_and_reader_are_equal():
     assert min(len(VALID), len(INVALID), len(ACROSS)) >= 6
 
 
-@pytest.mark.parametrize("path", VALID, ids=lambda path: path.stem)
+@table("path", VALID, ids=lambda path: path.stem)
 def test_parsers_and_schema_valid_manifest_is_accepted(path):
     document = load(path)
     assert owner.manifest_problems(document) == []
@@ -39,7 +40,7 @@ def test_parsers_and_schema_valid_manifest_is_accepted(path):
     assert schema_accepts(document)
 
 
-@pytest.mark.parametrize("path", INVALID, ids=lambda path: path.stem)
+@table("path", INVALID, ids=lambda path: path.stem)
 def test_parsers_and_schema_invalid_manifest_is_refused(path):
     document = load(path)
     assert owner.manifest_problems(document)
@@ -47,7 +48,7 @@ def test_parsers_and_schema_invalid_manifest_is_refused(path):
     assert not schema_accepts(document)
 
 
-@pytest.mark.parametrize("path", ACROSS, ids=lambda path: path.stem)
+@table("path", ACROSS, ids=lambda path: path.stem)
 def test_parsers_broken_rule_across_fields_is_refused(path):
     document = load(path)
     assert owner.manifest_problems(document)
@@ -55,14 +56,14 @@ def test_parsers_broken_rule_across_fields_is_refused(path):
     assert schema_accepts(document)
 
 
-@pytest.mark.parametrize("path", INVALID + ACROSS, ids=lambda path: path.stem)
+@table("path", INVALID + ACROSS, ids=lambda path: path.stem)
 def test_parsers_invalid_manifest_has_equal_kinds_of_problems(path):
     document = load(path)
     kinds = [{problem.kind for problem in module.manifest_problems(document)} for module in (owner, reader)]
     assert kinds[0] & kinds[1]
 
 
-@pytest.mark.parametrize("path", VALID, ids=lambda path: path.stem)
+@table("path", VALID, ids=lambda path: path.stem)
 def test_seal_same_manifest_gives_equal_bytes_in_both_packages(path):
     document = load(path)
     sealed = owner.seal(document)

@@ -17,6 +17,7 @@ from dynmo_tools.tokenization import tokenizers as tools_tokenizers
 from dynmo_train._common.errors import UsageError as TrainUsageError
 from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
 from tests.paths import SHARED_DATA
+from tests.tables import table
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures" / "dataset"
@@ -41,7 +42,7 @@ def test_schema_valid_sidecar_is_accepted(path):
     assert tools.encode_sidecar(json.loads(path.read_text())) == path.read_bytes()
 
 
-@pytest.mark.parametrize("path", ALL["invalid"], ids=lambda path: path.stem)
+@table("path", ALL["invalid"], ids=lambda path: path.stem)
 def test_schema_invalid_sidecar_is_refused(path):
     assert not VALIDATOR.is_valid(json.loads(path.read_text()))
     with pytest.raises(ToolsUsageError):
@@ -59,8 +60,8 @@ def test_readers_valid_sidecar_is_read(read, place, _refusal, path, tmp_path):
     assert parse(read, place, path, tmp_path) == json.loads(path.read_text())
 
 
-@pytest.mark.parametrize(("read", "place", "refusal"), PARSERS)
-@pytest.mark.parametrize("path", ALL["invalid"] + ALL["invalid-across"], ids=lambda path: path.stem)
+@table(("read", "place", "refusal"), PARSERS)
+@table("path", ALL["invalid"] + ALL["invalid-across"], ids=lambda path: path.stem)
 def test_readers_invalid_sidecar_is_refused(read, place, refusal, path, tmp_path):
     with pytest.raises(refusal):
         parse(read, place, path, tmp_path)

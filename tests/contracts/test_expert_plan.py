@@ -11,6 +11,7 @@ import pytest
 
 from dynmo_balance._common.document import DocumentError
 from dynmo_balance.formats.expert_plan import encode_expert_plan, parse_expert_plan, to_document
+from tests.tables import table
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "dynmo_balance/formats/expert_plan.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -65,7 +66,7 @@ def test_valid_document_round_trips():
     assert parse_expert_plan(written, "x") == plan
 
 
-@pytest.mark.parametrize(
+@table(
     ("path", "value"),
     [
         ("run_id", ""),
@@ -86,7 +87,7 @@ def test_wrong_structure_is_refused_by_parser_and_schema(path, value):
         parse_expert_plan(document, "x")
 
 
-@pytest.mark.parametrize(
+@table(
     ("path", "value", "message"),
     [
         ("num_ranks", 3, "must have 3 ranks, has 2"),

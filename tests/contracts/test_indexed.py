@@ -17,6 +17,7 @@ from dynmo_tools._common.errors import UsageError as ToolsUsageError
 from dynmo_tools.formats import indexed
 from dynmo_train._common.errors import UsageError as TrainUsageError
 from dynmo_train.formats.indexed import open_indexed
+from tests.tables import table
 
 HERE = Path(__file__).parent / "fixtures" / "indexed"
 LISTING = json.loads((HERE / "fixtures.json").read_text(encoding="utf-8"))
@@ -45,32 +46,32 @@ def test_fixture_list_has_every_fixture():
         assert sorted(LISTING[kind]) == sorted(path.stem for path in (HERE / kind).glob("*.idx"))
 
 
-@pytest.mark.parametrize(("parse", "_refusal"), PARSERS)
-@pytest.mark.parametrize("name", sorted(LISTING["valid"]))
-def test_readers_valid_index_is_read(parse, _refusal, name):
+@table("parse", [parser.values[0] for parser in PARSERS])
+@table("name", sorted(LISTING["valid"]))
+def test_readers_valid_index_is_read(parse, name):
     assert parse(HERE / "valid" / name) == LISTING["valid"][name]["sequences"]
 
 
-@pytest.mark.parametrize(("parse", "refusal"), PARSERS)
-@pytest.mark.parametrize("name", sorted(LISTING["invalid"]))
+@table(("parse", "refusal"), PARSERS)
+@table("name", sorted(LISTING["invalid"]))
 def test_readers_invalid_index_is_refused(parse, refusal, name):
     with pytest.raises(refusal):
         parse(HERE / "invalid" / name)
 
 
-@pytest.mark.parametrize("name", sorted(LISTING["valid"]))
+@table("name", sorted(LISTING["valid"]))
 def test_owner_valid_index_has_document_boundaries(name):
     assert indexed.read_index(HERE / "valid" / name).documents.tolist() == LISTING["valid"][name]["documents"]
 
 
-@pytest.mark.parametrize("name", sorted(set(LISTING["invalid"]) - {"no-bin"}))
+@table("name", sorted(set(LISTING["invalid"]) - {"no-bin"}))
 def test_owner_invalid_index_has_every_problem_reported(name):
     with pytest.raises(indexed.IndexedError) as caught:
         indexed.read_index(HERE / "invalid" / name)
     assert {problem.kind for problem in caught.value.problems} == set(LISTING["invalid"][name])
 
 
-@pytest.mark.parametrize("name", sorted(LISTING["valid"]))
+@table("name", sorted(LISTING["valid"]))
 def test_schema_json_view_of_an_index_is_accepted(name):
     jsonschema.validate(indexed.describe(HERE / "valid" / name), SCHEMA)
 
@@ -86,7 +87,7 @@ def test_schema_invalid_view_is_refused(change):
         jsonschema.validate(view, SCHEMA)
 
 
-@pytest.mark.parametrize("name", sorted(LISTING["valid"]))
+@table("name", sorted(LISTING["valid"]))
 def test_write_index_of_a_read_index_is_byte_identical(name):
     prefix = HERE / "valid" / name
     assert b"".join(indexed.encode_index(indexed.read_index(prefix))) == indexed.idx_path(prefix).read_bytes()

@@ -17,6 +17,7 @@ import dynmo_balance.formats.plan as balance_plan
 import dynmo_train.formats.plan as train_plan
 from dynmo_balance._common.errors import UsageError
 from dynmo_train._common.errors import UsageError as TrainUsageError
+from tests.tables import table
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures" / "plan"
@@ -46,37 +47,37 @@ def name(value) -> str:
     return value.stem if isinstance(value, Path) else str(value)
 
 
-@pytest.mark.parametrize("path", fixtures("valid"), ids=name)
+@table("path", fixtures("valid"), ids=name)
 def test_schema_valid_plan_is_accepted(path):
     assert schema_accepts(path)
 
 
-@pytest.mark.parametrize("path", fixtures("invalid"), ids=name)
+@table("path", fixtures("invalid"), ids=name)
 def test_schema_invalid_plan_is_refused(path):
     assert not schema_accepts(path)
 
 
-@pytest.mark.parametrize("path", fixtures("invalid-across"), ids=name)
+@table("path", fixtures("invalid-across"), ids=name)
 def test_schema_broken_rule_across_fields_is_accepted(path):
     assert schema_accepts(path)
 
 
-@pytest.mark.parametrize("path", fixtures("valid"), ids=name)
-@pytest.mark.parametrize("parser", PARSERS)
+@table("path", fixtures("valid"), ids=name)
+@table("parser", PARSERS)
 def test_parsers_valid_plan_is_accepted(parser, path):
     read, _ = PARSERS[parser]
     assert read(path)
 
 
-@pytest.mark.parametrize("path", fixtures("invalid") + fixtures("invalid-across"), ids=name)
-@pytest.mark.parametrize("parser", PARSERS)
+@table("path", fixtures("invalid") + fixtures("invalid-across"), ids=name)
+@table("parser", PARSERS)
 def test_parsers_invalid_plan_is_refused(parser, path):
     read, error = PARSERS[parser]
     with pytest.raises(error):
         read(path)
 
 
-@pytest.mark.parametrize("path", fixtures("valid"), ids=name)
+@table("path", fixtures("valid"), ids=name)
 def test_publish_then_read_gives_the_same_plan(path, tmp_path):
     plan = balance_plan.read_plan(path)
     written = balance_plan.publish(tmp_path, replace(plan))

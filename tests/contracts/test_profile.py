@@ -14,6 +14,7 @@ import pytest
 
 import dynmo_balance.formats.profile as balance_profile
 from dynmo_balance._common.errors import UsageError
+from tests.tables import table
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures" / "profile"
@@ -38,30 +39,30 @@ def name(value) -> str:
     return value.stem if isinstance(value, Path) else str(value)
 
 
-@pytest.mark.parametrize("path", fixtures("valid"), ids=name)
+@table("path", fixtures("valid"), ids=name)
 def test_schema_valid_profile_is_accepted(path):
     assert schema_accepts(path)
 
 
-@pytest.mark.parametrize("path", fixtures("invalid"), ids=name)
+@table("path", fixtures("invalid"), ids=name)
 def test_schema_invalid_profile_is_refused(path):
     assert not schema_accepts(path)
 
 
-@pytest.mark.parametrize("path", fixtures("invalid-across"), ids=name)
+@table("path", fixtures("invalid-across"), ids=name)
 def test_schema_broken_rule_across_lines_is_accepted(path):
     assert schema_accepts(path)
 
 
-@pytest.mark.parametrize("path", fixtures("valid"), ids=name)
-@pytest.mark.parametrize("parser", PARSERS)
+@table("path", fixtures("valid"), ids=name)
+@table("parser", PARSERS)
 def test_parser_valid_profile_is_accepted(parser, path):
     read, _ = PARSERS[parser]
     assert read(path)
 
 
-@pytest.mark.parametrize("path", fixtures("invalid") + fixtures("invalid-across"), ids=name)
-@pytest.mark.parametrize("parser", PARSERS)
+@table("path", fixtures("invalid") + fixtures("invalid-across"), ids=name)
+@table("parser", PARSERS)
 def test_parser_invalid_profile_is_refused(parser, path):
     read, error = PARSERS[parser]
     with pytest.raises(error) as caught:

@@ -13,6 +13,7 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
 from dynmo_train.formats.run import read_run
 from dynmo_train.trainer.run_directory import open_run_directory
+from tests.tables import table
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "dynmo_train/formats/run.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -60,7 +61,7 @@ def test_schema_x_keys_are_accepted(written):
     assert read_run(written)["x_note"] == [1]
 
 
-@pytest.mark.parametrize(
+@table(
     ("place", "value"),
     [
         *(([name], ...) for name in SCHEMA["required"]),

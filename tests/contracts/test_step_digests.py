@@ -10,6 +10,7 @@ import pytest
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train.formats.step_digests import read_step_digests, write_step_digests
+from tests.tables import table
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures" / "step_digests"
@@ -33,17 +34,17 @@ def test_schema_and_reader_valid_digests_are_accepted(path):
     assert read_step_digests(path).tensors
 
 
-@pytest.mark.parametrize("path", fixtures("invalid"), ids=lambda path: path.stem)
+@table("path", fixtures("invalid"), ids=lambda path: path.stem)
 def test_schema_invalid_digests_are_refused(path):
     assert not schema_accepts(path)
 
 
-@pytest.mark.parametrize("path", fixtures("invalid-across"), ids=lambda path: path.stem)
+@table("path", fixtures("invalid-across"), ids=lambda path: path.stem)
 def test_schema_broken_rule_across_lines_is_accepted(path):
     assert schema_accepts(path)
 
 
-@pytest.mark.parametrize("path", fixtures("invalid") + fixtures("invalid-across"), ids=lambda path: path.stem)
+@table("path", fixtures("invalid") + fixtures("invalid-across"), ids=lambda path: path.stem)
 def test_reader_invalid_digests_are_refused(path):
     with pytest.raises(DocumentError) as caught:
         read_step_digests(path)

@@ -10,6 +10,7 @@ import pytest
 from tests.documents.command_lines import all_flags, problems
 from tests.documents.markdown import PROGRAMS, REASONS, RUN_BY, Block, blocks, documents, inline_code, program_of
 from tests.paths import ROOT
+from tests.tables import table
 
 # Programs whose lines make a block one of commands.
 STARTS = (*PROGRAMS, "bin/", "pip ", "python ", "torchrun ", "sbatch ", "docker ", "kubectl ", "srun ", "bsub ", "git ")
@@ -56,12 +57,12 @@ def flag_begins(beginning: str) -> Callable[[str], bool]:
     return lambda flag: flag.startswith(beginning)
 
 
-@pytest.mark.parametrize("name", documents())
+@table("name", documents())
 def test_command_lines_of_documents_are_accepted(name):
     assert faults(text_of(name)) == []
 
 
-@pytest.mark.parametrize("name", documents())
+@table("name", documents())
 def test_blocks_with_commands_are_fenced_as_bash(name):
     wrong = [
         f"line {block.line}"

@@ -1,4 +1,8 @@
-"""Every block of command lines of a document, executed as it is printed: in order, in one empty folder."""
+"""Every block of command lines of a document, executed as it is printed: in order, in one empty folder.
+
+``--all`` runs every document. The ordinary run takes those that changed since the parent commit, and a part of the
+others that depends on the commit, so that each one comes up within some twenty commits.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 LIMIT_S = 600
 # What a cluster's front end would accept; a shim records its command line instead.
 FILE_NAME = re.compile(r"# \w+\.py")
+PARTS = 7
 SUBMITTERS = ("sbatch", "bsub", "kubectl", "docker", "srun", "mpirun")
 
 
@@ -108,8 +113,29 @@ def with_blocks() -> list[str]:
     return [name for name in documents() if runnable((ROOT / name).read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("name", with_blocks())
-def test_document_commands_run_as_printed(name, tmp_path):
+def selected(names: list[str], changed: set[str], commit: str) -> list[str]:
+    """The documents that are run for a commit: those that changed, and one part of all of them."""
+    part = int(commit, 16) % PARTS
+    return [name for position, name in enumerate(sorted(names)) if name in changed or position % PARTS == part]
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" not in metafunc.fixturenames:
+        return
+    names, commit = with_blocks(), git("rev-parse", "HEAD").strip()
+    # A shallow clone has no parent commit, and a tree that was just created has no commit.
+    if commit and not metafunc.config.getoption("all", default=False):
+        names = selected(names, set(git("diff", "--name-only", "HEAD~1").splitlines()), commit)
+    metafunc.parametrize("name", names)
+
+
+def test_document_commands_run_as_printed(name, tmp_path, record_property):
+    record_property("documents", name)
     text = (ROOT / name).read_text(encoding="utf-8")
     for attempt in range(1, ATTEMPTS + 1):
         folder = tmp_path / str(attempt)
@@ -143,6 +169,14 @@ def test_submitters_are_recorded(tmp_path):
     done = run(runnable("```bash\nsbatch --nodes 2 job.sh\n```\n"), tmp_path)
     assert done.returncode == 0
     assert (tmp_path / "shims" / "calls").read_text() == "sbatch --nodes 2 job.sh\n"
+
+
+def test_changed_documents_and_one_part_of_all_are_selected():
+    names = [f"{number:02}.md" for number in range(20)]
+    parts = [selected(names, set(), f"{commit:040x}") for commit in range(100, 100 + PARTS)]
+    assert sorted(name for part in parts for name in part) == names
+    assert {len(part) for part in parts} == {2, 3}
+    assert set(selected(names, {"05.md", "other.py"}, f"{100:040x}")) - set(parts[0]) == {"05.md"}
 
 
 def test_documents_with_commands_are_many():

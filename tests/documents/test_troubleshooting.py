@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed.whole_runs import write_data
 from tests.paths import ROOT
+from tests.tables import table
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 PAGE = (ROOT / "dynmo_train" / "cli" / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
@@ -114,7 +115,7 @@ def flat(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-@pytest.mark.parametrize("command", [command for command, part in PROVOKED.items() if part])
+@table("command", [command for command, part in PROVOKED.items() if part])
 def test_troubleshooting_message_is_printed(outputs, command):
     part, printed = PROVOKED[command], flat(outputs[command])
     listed = [message for row in MESSAGES for message in row if part in message]
@@ -129,7 +130,7 @@ def test_troubleshooting_lists_no_other_messages():
     assert len(MESSAGES) >= 30
 
 
-@pytest.mark.parametrize("part", IN_SOURCE)
+@table("part", IN_SOURCE)
 def test_troubleshooting_message_is_in_the_source(part):
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "dynmo_train").rglob("*.py")]
     assert any(part in flat(text).replace('" f"', "").replace('" "', "") for text in sources)

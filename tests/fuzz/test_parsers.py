@@ -16,6 +16,7 @@ from tests.fuzz.execution import Executor, Limits, Page, limited
 from tests.fuzz.parsers import EXEMPT, parsers
 from tests.fuzz.target import quiet
 from tests.fuzz.targets import load_targets
+from tests.tables import table
 
 EXAMPLES = int(os.environ.get("DYNMO_FUZZ_EXAMPLES", "20"))
 TARGETS = load_targets()
@@ -53,7 +54,7 @@ def test_parser_of_damaged_input_raises_only_documented_errors(executor, tmp_pat
     assert [f"{defect.place}\n{defect.detail}" for defect in messages if not isinstance(defect, Done)] == []
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in REGRESSIONS.iterdir()))
+@table("name", sorted(path.name for path in REGRESSIONS.iterdir()))
 def test_input_that_once_showed_a_defect_raises_a_documented_error(name, tmp_path):
     made = Executor(TARGETS[name], tmp_path, LIMITS)
     made.warm_up()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mutants.mutate import RESULTS, problems_of, read_table, run_mutant
+from tests.tables import table
 
 MUTANTS = read_table()
 QUICK = [mutant for mutant in MUTANTS if mutant.quick]
@@ -28,7 +29,7 @@ def test_results_list_every_mutant_as_caught():
     assert f"{len(MUTANTS)} of {len(MUTANTS)} caught" in text
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@table("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_applies_to_this_tree(mutant):
     assert problems_of(mutant) == []
 

@@ -15,6 +15,7 @@ from dynmo_train.config.sections.evaluation import InferenceConfig
 from dynmo_train.data.tokenizer import load_tokenizer
 from dynmo_train.evaluation.chat_prompts import Conversation, conversations_of, end_ids_of, of_user, open_chat_prompts
 from tests.chat_templates import CHATML, CONVERSATIONS, TEMPLATES, write_tokenizer
+from tests.tables import table
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
@@ -60,7 +61,7 @@ def test_template_of_a_file_replaces_that_of_the_tokenizer(tmp_path):
         chat_prompts(folder)
 
 
-@pytest.mark.parametrize(
+@table(
     "line",
     [
         "{",

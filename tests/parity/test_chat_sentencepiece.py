@@ -20,6 +20,7 @@ from dynmo_train.config.fields import values_of
 from dynmo_train.config.sections.evaluation import InferenceConfig
 from dynmo_train.evaluation.chat_prompts import Conversation, open_chat_prompts
 from tests.chat_templates import CHATML, CONVERSATIONS, INSTRUCTIONS, TURNS
+from tests.tables import table
 
 transformers = pytest.importorskip("transformers")
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -230,7 +231,7 @@ def test_template_reads_the_tokens_of_a_model_without_configuration(models, tmp_
     assert chat.mask[-1]
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "config", "message"),
     [
         ({"model_type": "unigram"}, {}, "is not BPE.*tokenizer.json"),

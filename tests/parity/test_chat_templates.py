@@ -23,6 +23,7 @@ from tests.chat_templates import (
     without_blocks,
     write_tokenizer,
 )
+from tests.tables import table
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
@@ -188,7 +189,7 @@ def test_share_gpt_rows_are_the_same_conversation():
     assert conversation_of(row).tools == [{"type": "function"}]
 
 
-@pytest.mark.parametrize(
+@table(
     ("row", "reason"),
     [
         ({"text": "x"}, "key"),

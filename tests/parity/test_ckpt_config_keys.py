@@ -19,6 +19,7 @@ from dynmo_ckpt.huggingface.models import ARCHITECTURES, hf_config, hf_model
 from dynmo_ckpt.huggingface.source_config import export_config, source_of
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.logits import dtype_argument, fixed_tokens, hf_difference, hf_logits
+from tests.tables import table
 
 EIGHT = ReadOptions(make_vocab_size_divisible_by=8)
 SIZES = {
@@ -153,7 +154,7 @@ def test_config_key_that_changes_logits_is_mapped_or_refused(tmp_path, kind):
     assert "refused" in found.values()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@table("kind", MODELS)
 def test_key_table_every_key_of_transformers_has_a_rule(kind):
     """A key that a new release of transformers reads makes this fail, before it makes a model wrong."""
     module = kind.removesuffix("_text").replace("-", "_")
@@ -170,7 +171,7 @@ def test_key_table_every_key_of_transformers_has_a_rule(kind):
     assert sorted(read - known) == []
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@table("kind", MODELS)
 def test_key_table_every_key_that_is_read_is_mapped(kind):
     read = set()
 
@@ -194,7 +195,7 @@ def test_key_table_every_key_that_is_read_is_mapped(kind):
     assert set(key_table()["model_types"][kind]["mapped"]) - optional <= read
 
 
-@pytest.mark.parametrize(
+@table(
     ("kind", "changes", "message"),
     [
         ("t5", {"scale_decoder_outputs": False}, "scale_decoder_outputs = False"),

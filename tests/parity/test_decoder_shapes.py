@@ -18,6 +18,7 @@ from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.models.kv_cache import Decoder as CachedDecoder
 from dynmo_train.models.kv_cache import DecodingCache
 from tests.parity.item_stream import OF_LOGITS, assert_same_gradients, build_all, copy_into, gradients, parameters, run
+from tests.tables import table
 
 TRAINED = 24
 LLAMA = LlamaShape(
@@ -297,7 +298,7 @@ def test_decoding_logits_equal_whole_sequence(name):
         torch.testing.assert_close(decoder.read(tokens[:, at : at + 1], cache), expected[:, at], **OF_LOGITS)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@table("name", SHAPES)
 def test_manifest_of_a_shape_gives_the_same_shape(name):
     family = Llama(SHAPES[name])
     again = Llama(LlamaShape.from_manifest(family.manifest()))

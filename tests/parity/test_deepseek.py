@@ -18,6 +18,7 @@ from dynmo_train.models.kv_cache import Decoder as CachedDecoder
 from dynmo_train.models.kv_cache import DecodingCache
 from dynmo_train.models.layer_list import parameters_of
 from tests.parity.item_stream import OF_LOGITS, assert_same_gradients, build_all, copy_into, gradients, parameters, run
+from tests.tables import table
 
 LATENT = LatentShape(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=12, qk_pos_emb_head_dim=8, v_head_dim=10)
 GREEDY = MoeShape(
@@ -213,7 +214,7 @@ def test_cache_has_one_latent_a_token_for_all_heads():
     assert sum(each.numel() for each in vars(stored).values() if isinstance(each, torch.Tensor)) == 2 * 32 * (16 + 8)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@table("name", SHAPES)
 def test_manifest_of_a_shape_gives_the_same_shape(name):
     family = Llama(SHAPES[name])
     again = Llama(LlamaShape.from_manifest(family.manifest()))
@@ -221,7 +222,7 @@ def test_manifest_of_a_shape_gives_the_same_shape(name):
     assert (again.shape.latent, again.shape.moe) == (family.shape.latent, family.shape.moe)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@table("name", SHAPES)
 def test_cost_model_counts_the_parameters_of_a_manifest(name):
     family = Llama(SHAPES[name])
     stored = (

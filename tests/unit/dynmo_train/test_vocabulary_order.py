@@ -15,6 +15,7 @@ from dynmo_train._common.vocabulary_order import (
     one_f_one_b_order,
     with_shard_passes,
 )
+from tests.tables import table
 
 # The operations of ``zero-bubble`` on two ranks, for four microbatches, as torch makes them.
 ZERO_BUBBLE = ("0F0 0F1 0I0 0F2 0W0 0I1 0F3 0W1 0I2 0W2 0I3 0W3", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3")
@@ -81,8 +82,8 @@ def executed(placed, num_stages, seed):
     return log
 
 
-@pytest.mark.parametrize("lookups", [False, True])
-@pytest.mark.parametrize("name", ORDERS)
+@table("lookups", [False, True])
+@table("name", ORDERS)
 def test_passes_never_deadlock_whatever_the_times_are(name, lookups):
     order, num_stages = ORDERS[name]
     placed = with_shard_passes(order, num_stages, lookups=lookups)

@@ -11,6 +11,7 @@ from dynmo_balance._common.document import DocumentError
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.operator_costs import PassTimes, parse_operator_costs, read_operator_costs
 from dynmo_balance.recipes.recipe import COSTS
+from tests.tables import table
 
 DOCUMENT = json.loads((COSTS / "cpu-2048.json").read_text())
 
@@ -28,7 +29,7 @@ def test_table_has_the_rows_of_the_file():
     assert "1 thread," in table.label
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "message"),
     [
         (lambda d: d.update(format="dynmo.plan"), "format"),

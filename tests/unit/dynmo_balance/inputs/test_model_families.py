@@ -9,6 +9,7 @@ from dynmo_balance.costs.devices import PRESETS
 from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from dynmo_balance.inputs.model_config import from_config
 from dynmo_balance.inputs.model_families import FAMILIES, IRRELEVANT, NEUTRAL
+from tests.tables import table
 
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4}
 TINY = {
@@ -104,7 +105,7 @@ def parameters(name, changes):
     return sum(parameter.numel() for parameter in model.parameters()), config.to_dict()
 
 
-@pytest.mark.parametrize(("name", "changes"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+@table(("name", "changes"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_from_config_parameters_equal_transformers(name, changes):
     count, config = parameters(name, changes)
     for document in (config, {**changes, "model_type": name}):
@@ -115,7 +116,7 @@ def test_from_config_parameters_equal_transformers(name, changes):
         assert sum(item.param_count for item in header.items) - tied == count
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@table("name", FAMILIES)
 def test_from_config_full_size_parameters_equal_transformers(name):
     count, config = parameters(name, {"num_experts_per_tok": 6} if name == "deepseek_v2" else {})
     assert from_config(config, "config.json").params == count
@@ -139,7 +140,7 @@ def test_from_config_without_family_is_refused():
         from_config({**TINY, "family": "ict"}, "run.json")
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "changes", "words"),
     [
         ("llama", {"num_local_experts": 8}, "num_local_experts 8: its effect on a llama is not modelled"),

@@ -16,6 +16,7 @@ from dynmo_balance.partition.balance import bottleneck_ns, solve_best
 from dynmo_balance.partition.constraints import make_limits
 from dynmo_balance.partition.exact import greedy, solve
 from dynmo_balance.partition.problem import InfeasibleError, with_ties_together
+from tests.tables import table
 
 
 def partitions(problem):
@@ -227,8 +228,8 @@ def test_with_ties_together_in_a_v_pins_the_ends(chain_factory, problem_factory)
         with_ties_together(replace(problem, schedule="1f1b", virtual_stages=1, min_units=1))
 
 
-@pytest.mark.parametrize("memory", [None, [10**9] * 3])
-@pytest.mark.parametrize("pins", [((3, 0), (0, 1)), ((2, 1), (2, 2)), ((3, 0),), ((0, 2),), ((1, 0), (2, 2))])
+@table("memory", [None, [10**9] * 3])
+@table("pins", [((3, 0), (0, 1)), ((2, 1), (2, 2)), ((3, 0),), ((0, 2),), ((1, 0), (2, 2))])
 def test_solve_contradictory_pins_are_named(pins, memory, chain_factory, problem_factory):
     problem = problem_factory(chain_factory([1, 1, 1, 1]), 3, pins=pins, memory=memory)
     assert brute_force(problem) is None

@@ -15,6 +15,7 @@ from dynmo_balance.partition.problem import WorkerSlot
 from dynmo_balance.partition.registry import balancer_names, run_balancer
 from dynmo_balance.planning.repack import repack_table, with_workers
 from dynmo_balance.simulation.simulator import predict
+from tests.tables import table
 
 
 def with_ends(chain):
@@ -101,8 +102,8 @@ def test_parameter_balancers_ignore_times(chain_factory, problem_factory):
     assert run_balancer(problem, "diffusion_param") == (0, 1, 8)
 
 
-@pytest.mark.parametrize("count", [7, 8, 9, 31])
-@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+@table("count", [7, 8, 9, 31])
+@table("stages", [1, 2, 3, 7])
 def test_deepspeed_static_equals_partition_uniform(chain_factory, problem_factory, count, stages):
     # partition_uniform of DeepSpeed: the first parts get one more
     sizes = [count // stages + (part < count % stages) for part in range(stages)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from dynmo_balance.formats.plan import CUSTOM
 from dynmo_balance.planning.custom_schedule import operation_times, search_custom_schedules
 from dynmo_balance.schedules.list_scheduler import RULES, list_order
 from dynmo_balance.schedules.registry import count_in_flight
 from dynmo_balance.simulation.bounds import bounds_of
 from dynmo_balance.simulation.simulator import predict
+from tests.tables import table
 
 
 def random_problem(rng, chain_factory, problem_factory, workers, n, schedule="zb-v", virtual=2, **options):
@@ -24,8 +23,8 @@ def random_problem(rng, chain_factory, problem_factory, workers, n, schedule="zb
     return problem_factory(chain, workers, schedule, virtual_stages=virtual, link_latency_ns=4, **options)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("frozen", [0, 4])
+@table("rule", RULES)
+@table("frozen", [0, 4])
 def test_list_order_step_equals_the_simulation(rule, frozen, rng, chain_factory, problem_factory):
     for schedule, virtual in (("zb-v", 2), ("1f1b", 1), ("interleaved-1f1b", 3)):
         problem = random_problem(rng, chain_factory, problem_factory, 3, 12, schedule, virtual, frozen=frozen)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from itertools import combinations, pairwise
 
-import pytest
-
 from dynmo_balance.formats.plan import EXPERTS_KEY, Migration, Plan, Stage
 from dynmo_balance.planning.joint_plan import (
     ExpertChoice,
@@ -20,6 +18,7 @@ from dynmo_balance.planning.joint_plan import (
 )
 from dynmo_balance.planning.plan_builder import propose
 from dynmo_balance.simulation.simulator import predict
+from tests.tables import table
 from tests.unit.dynmo_balance.problems import make_chain, make_problem
 
 OPTIONS = JointOptions(
@@ -78,7 +77,7 @@ def step_and_pause(problem, base, choices, options=OPTIONS):
     return (best.timeline.step_ns, pause_of(best, choices, options)), (stay, pause)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@table("seed", range(40))
 def test_joint_plan_is_never_worse_than_one_kind_of_moves(seed):
     problem, base, choices = costs(seed)
     layers = propose(problem, "exact", owner=base.owner, base_pause_ns=1000)

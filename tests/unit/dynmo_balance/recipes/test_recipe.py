@@ -18,6 +18,7 @@ from dynmo_balance.planning.plan_builder import problem_of_run
 from dynmo_balance.recipes.optimality_gap import measure_gap
 from dynmo_balance.recipes.recipe import COSTS, FOLDER, final_costs, load_recipe, recipe_names, run_recipe, with_size
 from dynmo_balance.simulation.simulator import predict
+from tests.tables import table
 
 # Gain of balancing over the uniform and over the dense-optimal partition, and of technique and balancing over the dense
 # model on its exact partition; a change of the cost model that moves them must be measured.
@@ -118,7 +119,7 @@ def test_recipe_command_prints_assumptions_and_speed_ups(tmp_path):
     assert document[0]["bound_ns"] <= document[0]["balanced_ns"] <= document[0]["dense_optimal_static_ns"]
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "message"),
     [
         (('technique = "mod"', 'technique = "magic"'), "technique must be one of .*is 'magic'"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dynmo_balance._common.report.units import count_text, plural, share_text, size_text, time_text
+from tests.tables import table
 
 
-@pytest.mark.parametrize(
+@table(
     ("ns", "expected"),
     [
         (0, "0 ns"),

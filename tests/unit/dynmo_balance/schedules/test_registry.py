@@ -7,6 +7,7 @@ import pytest
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.plan import V_SCHEDULES, position_of
 from dynmo_balance.schedules.registry import SCHEDULES, Kind, build_order, count_in_flight, in_flight
+from tests.tables import table
 
 SIZES = [(p, v, m) for p in (1, 2, 3, 4, 8) for v in (1, 2, 3) for m in (p, 2 * p, 4 * p)]
 LOOPED = [name for name in SCHEDULES if name not in V_SCHEDULES]
@@ -16,7 +17,7 @@ DUALPIPE = [(p, m) for p in (1, 2, 3, 4, 8) for m in (2 * p, 2 * p + 1, 3 * p + 
 CASES += [("dualpipe-v", p, 2, m) for p, m in DUALPIPE]
 
 
-@pytest.mark.parametrize(("schedule", "workers", "virtual", "microbatches"), CASES)
+@table(("schedule", "workers", "virtual", "microbatches"), CASES)
 def test_build_order_any_schedule_has_every_operation_once(schedule, workers, virtual, microbatches):
     order = build_order(schedule, workers, virtual, microbatches)
     whole = {Kind.FORWARD, Kind.BACKWARD}
@@ -30,7 +31,7 @@ def test_build_order_any_schedule_has_every_operation_once(schedule, workers, vi
         assert all(set(found) in allowed and len(found) == len(set(found)) for found in kinds.values())
 
 
-@pytest.mark.parametrize(("schedule", "workers", "virtual", "microbatches"), CASES)
+@table(("schedule", "workers", "virtual", "microbatches"), CASES)
 def test_in_flight_closed_forms_equal_the_count(schedule, workers, virtual, microbatches):
     counted = count_in_flight(build_order(schedule, workers, virtual, microbatches))
     assert in_flight(schedule, workers, virtual, microbatches) == counted
@@ -70,8 +71,8 @@ class Stage:
         self.group = None
 
 
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "zero-bubble"])
-@pytest.mark.parametrize(("workers", "virtual", "microbatches"), [(p, v, m) for p, v, m in SIZES if p > 1 and v > 1])
+@table("name", ["interleaved-1f1b", "zero-bubble"])
+@table(("workers", "virtual", "microbatches"), [(p, v, m) for p, v, m in SIZES if p > 1 and v > 1])
 def test_build_order_equals_torch(name, workers, virtual, microbatches):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     kind = {"interleaved-1f1b": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleInterleavedZeroBubble"}[name]
@@ -82,7 +83,7 @@ def test_build_order_equals_torch(name, workers, virtual, microbatches):
         assert [str(operation) for operation in operations] == theirs
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (2, 3, 4, 8) for m in (1, p, 2 * p - 1, 4 * p)])
+@table(("workers", "microbatches"), [(p, m) for p in (2, 3, 4, 8) for m in (1, p, 2 * p - 1, 4 * p)])
 def test_zb_v_equals_torch(workers, microbatches):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     stages = [Stage(0, workers, 0, 2), Stage(2 * workers - 1, workers, 0, 2)]
@@ -92,7 +93,7 @@ def test_zb_v_equals_torch(workers, microbatches):
         assert [str(operation) for operation in operations] == theirs
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), DUALPIPE)
+@table(("workers", "microbatches"), DUALPIPE)
 def test_dualpipe_v_equals_torch(workers, microbatches):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     stages = [Stage(0, workers, 0, 2), Stage(2 * workers - 1, workers, 0, 2)]
@@ -103,7 +104,7 @@ def test_dualpipe_v_equals_torch(workers, microbatches):
         assert [str(operation) for operation in operations] == theirs
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)])
+@table(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)])
 def test_1f1b_equals_torch_except_last_rank(workers, microbatches):
     """torch 2.13's table of the last rank leaves out the first forward; its own runs do not use that table."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -115,7 +116,7 @@ def test_1f1b_equals_torch_except_last_rank(workers, microbatches):
         assert [str(operation) for operation in operations] == expected
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (1, p, 4 * p)])
+@table(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (1, p, 4 * p)])
 def test_gpipe_equals_torch(workers, microbatches):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     theirs = schedules.ScheduleGPipe._get_pipeline_order(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dynmo_balance.formats.plan import V_SCHEDULES
 from dynmo_balance.partition.exact import solve
 from dynmo_balance.planning.local_search import minimize_step
 from dynmo_balance.schedules.registry import SCHEDULES
 from dynmo_balance.simulation.batched import step_times
 from dynmo_balance.simulation.simulator import predict
+from tests.tables import table
 
 CASES = [(name, virtual) for name in SCHEDULES for virtual in (1, 2, 3) if name not in V_SCHEDULES or virtual == 2]
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), CASES)
+@table(("schedule", "virtual"), CASES)
 def test_step_times_equal_the_simulator(schedule, virtual, rng, chain_factory, problem_factory):
     for _ in range(15):
         workers = rng.randint(1, 4)

@@ -18,6 +18,7 @@ from dynmo_balance.schedules.operations import Kind
 from dynmo_balance.schedules.vocabulary import peak_pending
 from dynmo_balance.simulation.batched import step_times
 from dynmo_balance.simulation.simulator import predict
+from tests.tables import table
 from tests.unit.dynmo_balance.problems import make_chain, make_problem
 
 ITEMS = 12
@@ -100,8 +101,8 @@ def test_first_forward_waits_for_the_rows_of_all_workers(schedule):
     assert timeline.step_ns == max(gradient + rows, *(span.end_ns for span in spans))
 
 
-@pytest.mark.parametrize("schedule", VIRTUAL)
-@pytest.mark.parametrize("seed", range(4))
+@table("schedule", VIRTUAL)
+@table("seed", range(4))
 def test_simulated_step_is_the_longest_path_of_verify(schedule, seed):
     problem = sharded(
         3, schedule, seed=seed, message=300, link_bandwidth=10**9, link_latency_ns=3, speeds=[10**6, 8 * 10**5, 10**6]

@@ -8,6 +8,7 @@ from dynmo_balance._common.errors import UsageError
 from dynmo_balance.schedules.registry import Kind, Operation, build_order
 from dynmo_balance.simulation.simulator import StageCosts, memory_curves, predict, run
 from tests.paths import ROOT
+from tests.tables import table
 
 F, B, W = 7, 9, 5
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16, 32)]
@@ -18,15 +19,15 @@ def uniform(stages, forward=F, backward=B, weight=0, send=0):
     return [costs] * stages
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), SIZES)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@table(("workers", "microbatches"), SIZES)
+@table("schedule", ["gpipe", "1f1b"])
 def test_run_even_stages_equals_closed_form(schedule, workers, microbatches):
     timeline = run(build_order(schedule, workers, 1, microbatches), uniform(workers))
     assert timeline.step_ns == (microbatches + workers - 1) * (F + B)
     assert timeline.bubble_fraction == pytest.approx((workers - 1) / (microbatches + workers - 1))
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), SIZES)
+@table(("workers", "microbatches"), SIZES)
 def test_run_uneven_gpipe_equals_closed_form(workers, microbatches, rng):
     stages = [
         StageCosts(forward_ns=rng.randint(1, 50), backward_input_ns=rng.randint(1, 50), backward_weight_ns=0)
@@ -38,21 +39,21 @@ def test_run_uneven_gpipe_equals_closed_form(workers, microbatches, rng):
     assert run(build_order("gpipe", workers, 1, microbatches), stages).step_ns == expected
 
 
-@pytest.mark.parametrize("virtual", [1, 2, 3])
-@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)])
+@table("virtual", [1, 2, 3])
+@table(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)])
 def test_run_interleaved_equals_closed_form(workers, microbatches, virtual):
     timeline = run(build_order("interleaved-1f1b", workers, virtual, microbatches), uniform(workers * virtual))
     assert timeline.step_ns == (microbatches * virtual + workers - 1) * (F + B)
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (1, 2, 4, 8) for m in (p, 2 * p, 32)])
+@table(("workers", "microbatches"), [(p, m) for p in (1, 2, 4, 8) for m in (p, 2 * p, 32)])
 def test_run_zero_bubble_even_thirds_equals_closed_form(workers, microbatches):
     timeline = run(build_order("zero-bubble", workers, 1, microbatches), uniform(workers, 6, 6, 6))
     assert timeline.step_ns == microbatches * 18 + (workers - 1) * (6 + 6 - 6)
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
-@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (1, 2, 4, 8) for m in (2 * p, 3 * p, 32)])
+@table("schedule", ["zb-v", "dualpipe-v"])
+@table(("workers", "microbatches"), [(p, m) for p in (1, 2, 4, 8) for m in (2 * p, 3 * p, 32)])
 def test_run_v_even_thirds_equals_closed_form(schedule, workers, microbatches):
     timeline = run(build_order(schedule, workers, 2, microbatches), uniform(2 * workers, 6, 6, 6))
     assert timeline.step_ns == microbatches * 2 * 18 + (workers - 1) * 6

@@ -11,6 +11,7 @@ from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.huggingface.adapters import merge_adapters, read_adapter
 from dynmo_ckpt.huggingface.files import read_config, read_tensors
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
+from tests.tables import table
 from tests.unit.dynmo_ckpt.huggingface.test_quantized import numbers
 from tests.unit.dynmo_ckpt.small_llama import quantize_fp8, save_adapter, small_llama
 
@@ -80,7 +81,7 @@ def assert_equal(found, merged_by_peft, atol=1e-6):
         np.testing.assert_allclose(found[name], value.float().numpy(), rtol=0, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize(
+@table(
     "settings",
     [
         {"target_modules": LINEARS, "r": 4, "lora_alpha": 7},
@@ -203,7 +204,7 @@ def test_pickled_adapter_equals_the_safetensors_one(tmp_path):
     assert all(np.array_equal(found[name], merged_by_peft[name]) for name in merged_by_peft)
 
 
-@pytest.mark.parametrize(
+@table(
     ("setting", "value"),
     [
         ("peft_type", "IA3"),
@@ -338,7 +339,7 @@ def test_tied_embedding_is_refused_without_peft(tmp_path):
         merged(base, save_adapter(tmp_path, tensors))
 
 
-@pytest.mark.parametrize(
+@table(
     ("config", "scale"),
     [
         ({}, 2.0),
@@ -349,7 +350,7 @@ def test_tied_embedding_is_refused_without_peft(tmp_path):
         ({"r": 7, "rank_pattern": {r".*attn\.q_proj": 2}}, 2.0),
     ],
 )
-@pytest.mark.parametrize("dora", [False, True])
+@table("dora", [False, True])
 def test_merged_matrix_is_that_of_the_formula(tmp_path, config, scale, dora):
     base = small_llama(tmp_path / "base")
     torch.manual_seed(1)

@@ -9,6 +9,7 @@ from dynmo_ckpt.converters.assemble import model_from_config
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.huggingface.models import hf_model
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
+from tests.tables import table
 
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 GPT2 = {
@@ -223,7 +224,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
+@table("name", READ)
 def test_hf_model_of_a_published_config_is_read(name):
     model = hf_model(READ[name], 1)
     assert model["vocab_size"] == READ[name]["vocab_size"]
@@ -236,8 +237,8 @@ def test_hf_model_unsupported_published_config_names_setting(name):
         hf_model(config, 1)
 
 
-@pytest.mark.parametrize("kind", [["llama3"], {"a": 1}, 3, None, True])
-@pytest.mark.parametrize("field", ["rope_type", "type"])
+@table("kind", [["llama3"], {"a": 1}, 3, None, True])
+@table("field", ["rope_type", "type"])
 def test_hf_model_invalid_rope_type_is_refused(kind, field):
     with pytest.raises(DynmoError, match="rope_type "):
         hf_model(LLAMA_3 | {"rope_scaling": {field: kind, "factor": 2.0}}, 1)

@@ -17,6 +17,7 @@ from dynmo_ckpt.io.reading import Reader, open_sources
 from dynmo_ckpt.operations.reference_model import load_array
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
 from dynmo_ckpt.tensors.tiled_copy import buffer_bytes, panels
+from tests.tables import table
 from tests.unit.dynmo_ckpt.small_llama import FP8, quantize_fp8, small_llama
 
 torch = pytest.importorskip("torch")
@@ -45,8 +46,8 @@ def numbers(tensor, dtype="F32"):
     return np.concatenate(parts).view(np.float32).reshape(tensor.shape)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("scale_type", [torch.float32, torch.float8_e8m0fnu, torch.bfloat16])
+@table("dtype", ["bfloat16", "float16", "float32"])
+@table("scale_type", [torch.float32, torch.float8_e8m0fnu, torch.bfloat16])
 def test_fp8_blocks_equal_those_of_transformers(tmp_path, dtype, scale_type):
     module = pytest.importorskip("transformers.integrations.finegrained_fp8")
     torch.manual_seed(0)
@@ -128,9 +129,9 @@ def gptq(bits, version, inputs=64, outputs=96, group=16, order=False, bias=False
     return tensors, {**config, "checkpoint_format": version}, weight.T.astype(np.float16).astype(np.float32)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize("order", [False, True])
+@table("bits", [2, 3, 4, 8])
+@table("version", ["gptq", "gptq_v2"])
+@table("order", [False, True])
 def test_gptq_weights_equal_what_was_packed(tmp_path, bits, version, order):
     tensors, config, weight = gptq(bits, version, order=order)
     found = plain(write(tmp_path / "in", tensors, config, dtype="float16"))
@@ -205,7 +206,7 @@ def test_awq_weights_equal_what_was_packed(tmp_path, monkeypatch):
     assert np.array_equal(found["a.weight"], weight)
 
 
-@pytest.mark.parametrize(
+@table(
     ("config", "named"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),

@@ -25,6 +25,7 @@ from dynmo_ckpt.tensors.computed import arrays_of, constant_tensor
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
 from dynmo_ckpt.tensors.tiled_copy import panels
 from dynmo_ckpt.tensors.views import as_tensor
+from tests.tables import table
 from tests.unit.dynmo_ckpt import native_checkpoints
 from tests.unit.dynmo_ckpt.small_llama import prune, small_llama
 
@@ -224,8 +225,8 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("layout", list(SparseFormat))
-@pytest.mark.parametrize("case", HOSTILE)
+@table("layout", list(SparseFormat))
+@table("case", HOSTILE)
 def test_contradicting_parts_are_refused(tmp_path, layout, case):
     changes, message = HOSTILE[case]
     parts = {name: tensor for name, tensor in {**parts_of(layout), **changes}.items() if tensor is not None}

@@ -6,11 +6,12 @@ import pytest
 
 from dynmo_ckpt.huggingface.files import tokenizer_files
 from dynmo_ckpt.io.errors import CorruptError
+from tests.tables import table
 
 DAMAGED = [b"[" * 2000, b"null", b"[]", b"", b"\xff", b'{"</s>":"x"}', b'{"</s>":true}', b'{"</s>":-1}', b'{"</s>":[]}']
 
 
-@pytest.mark.parametrize("payload", DAMAGED, ids=lambda payload: repr(payload[:12]))
+@table("payload", DAMAGED, ids=lambda payload: repr(payload[:12]))
 def test_tokenizer_files_damaged_vocabulary_is_refused(tmp_path, payload):
     (tmp_path / "vocab.json").write_bytes(payload)
     with pytest.raises(CorruptError, match=r"vocab\.json: not a vocabulary"):

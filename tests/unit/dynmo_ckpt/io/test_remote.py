@@ -12,6 +12,7 @@ from dynmo_ckpt._common.errors import MissingExtraError, UsageError
 from dynmo_ckpt.io.remote import LOCAL_ONLY, RemotePath, file_system, parse_location
 from dynmo_ckpt.io.uploads import MAX_PARTS, PART_BYTES, is_marker, part_bytes
 from dynmo_ckpt.io.urls import is_plain_name
+from tests.tables import table
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_local_path_stays_local(text):
     assert type(parse_location(text)) is PosixPath
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "reason"),
     [
         ("ftp://host/x", "not a supported address"),

@@ -6,6 +6,7 @@ from safetensors.numpy import load, save_file
 
 from dynmo_ckpt.io.errors import CorruptError
 from dynmo_ckpt.io.safetensors import encode_header, read_index
+from tests.tables import table
 
 
 def container(header, data=b"\0" * 8):
@@ -39,7 +40,7 @@ def test_encode_header_is_read_by_safetensors():
     assert arrays["a"].tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
+@table(
     ("payload", "message"),
     [
         (b"", "has 0 bytes"),

@@ -12,6 +12,7 @@ from dynmo_ckpt.megatron.arguments import argument_table, check_args, needed_val
 from dynmo_ckpt.megatron.model_sizes import legacy_args, llama_sizes
 from dynmo_ckpt.megatron.training_progress import UNKNOWN_PROGRESS, megatron_args
 from dynmo_ckpt.torch_save.pickles import GlobalName, OpaquePickle
+from tests.tables import table
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
 
 TABLE = argument_table()
@@ -30,7 +31,7 @@ def test_argument_table_lists_each_argument_once():
     assert not set(TABLE["families"]["others"]) & (set(TABLE["mapped"]) | set(irrelevant_keys(TABLE)))
 
 
-@pytest.mark.parametrize(("family", "name"), NEEDS)
+@table(("family", "name"), NEEDS)
 def test_check_args_unsupported_value_is_refused(family, name):
     values = needed_values(family)[name]
     for value in (v for v in values if v is not None):
@@ -43,7 +44,7 @@ def test_check_args_unsupported_value_is_refused(family, name):
     assert name not in check_args("IN", family, base | {name: other}, [name])
 
 
-@pytest.mark.parametrize(
+@table(
     ("family", "args", "message"),
     [
         ("gpt", {"use_rotary_position_embeddings": True}, "use_rotary_position_embeddings = True"),

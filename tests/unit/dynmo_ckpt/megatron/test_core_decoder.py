@@ -17,6 +17,7 @@ from dynmo_ckpt.megatron.core_decoder import check_decoder, decoder_args
 from dynmo_ckpt.megatron.core_rotary import rotary_args, rotary_of_args
 from dynmo_ckpt.megatron.core_router import router_args, router_of_args
 from dynmo_ckpt.operations.reference_model import load_array
+from tests.tables import table
 from tests.unit.dynmo_ckpt import families, native_checkpoints
 from tests.unit.dynmo_ckpt.converters.test_torch_dcp import save
 
@@ -128,7 +129,7 @@ def test_ignored_arguments_are_those_that_would_be_refused(tmp_path):
     assert found.manifest["model"]["moe_router_score_function"] == "sigmoid"
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "message"),
     [
         ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input = True"),
@@ -223,7 +224,7 @@ def test_router_returns_from_arguments():
         router_args(model | {"moe_router_group_experts": 1})
 
 
-@pytest.mark.parametrize(
+@table(
     ("field", "value"),
     [
         ("normalization", "rmsnorm_1p"),

@@ -14,6 +14,7 @@ from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.reference_model import load_array
 from dynmo_ckpt.torch_save import distributed
+from tests.tables import table
 from tests.unit.dynmo_ckpt.megatron.test_core_decoder import EXPERTS, LAYER, LAYERS, opened, state
 
 WITH = ReadOptions(with_optimizer=True)
@@ -112,10 +113,10 @@ def test_state_by_name_is_that_of_its_weights(tmp_path, master, prefix):
     assert np.array_equal(np.concatenate([values[f"layers.1.mlp.experts.2.{x}.weight"] for x in ("gate", "up")]), fc1)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("experts", [1, EXPERTS])
-@pytest.mark.parametrize("stages", [1, LAYERS])
+@table("fused", [False, True])
+@table("grouped", [False, True])
+@table("experts", [1, EXPERTS])
+@table("stages", [1, LAYERS])
 def test_flat_buckets_have_the_state_by_name(tmp_path, stages, experts, grouped, fused):
     tensors = state()
     common = {"optimizer": groups()}

@@ -11,6 +11,7 @@ import torch
 from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.io.errors import CorruptError, NoOptimizerStateError, UnsupportedError
+from tests.tables import table
 from tests.unit.dynmo_ckpt.megatron.test_core_decoder import ARGS, EXPERTS, LAYER, LAYERS, arrays, opened, state
 
 QKV, PROJ = (f"self_attention.linear_{name}.weight" for name in ("qkv", "proj"))
@@ -90,8 +91,8 @@ def read(place, **options):
     return open_checkpoint(place, options=ReadOptions(**options))[0]
 
 
-@pytest.mark.parametrize("form", ["modules", "grouped", "together"])
-@pytest.mark.parametrize(
+@table("form", ["modules", "grouped", "together"])
+@table(
     "sizes",
     [
         {},

@@ -15,6 +15,7 @@ from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.reference_model import load_array
+from tests.tables import table
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
 
 WITH = ReadOptions(with_optimizer=True)
@@ -116,8 +117,8 @@ def is_state_of(found, p):
     assert set(found.manifest["optimizer"]["steps"].values()) == {9}
 
 
-@pytest.mark.parametrize("form", ["2023", "buckets", "joined", "joined-in-one"])
-@pytest.mark.parametrize("where", [{}, {"tp": 2, "stages": [1, 2]}, {"stages": [1, 1, 1, 0], "virtual": 2}])
+@table("form", ["2023", "buckets", "joined", "joined-in-one"])
+@table("where", [{}, {"tp": 2, "stages": [1, 2]}, {"stages": [1, 1, 1, 0], "virtual": 2}])
 def test_open_distributed_optimizer_of_each_release(tmp_path, form, where):
     m = native_checkpoints.model()
     p = save_distributed(tmp_path, m, native_checkpoints.parameters(m), form, **where)

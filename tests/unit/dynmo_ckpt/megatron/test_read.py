@@ -13,6 +13,7 @@ from dynmo_ckpt.io.reading import Reader, open_sources
 from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
 from dynmo_ckpt.tensors.tiled_copy import panels
+from tests.tables import table
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
 
 
@@ -42,8 +43,8 @@ def check(found, m, p):
     assert all(np.array_equal(numbers(item), p[item.name]) for item in found.tensors)
 
 
-@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@table("version", [0, 1.0, 2.0, 3.0])
+@table("tp", [1, 2, 4])
 def test_open_legacy_versions_and_tensor_ranks(tmp_path, version, tp):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)

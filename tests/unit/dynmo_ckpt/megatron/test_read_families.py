@@ -12,6 +12,7 @@ from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, legacy_args, llama
 from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.megatron.write import split_stage
 from dynmo_ckpt.operations.reference_model import load_array
+from tests.tables import table
 from tests.unit.dynmo_ckpt import families, legacy_families, native_checkpoints
 
 NOTHING = range(0)
@@ -36,8 +37,8 @@ def check(path, m, p):
     assert dict(found.manifest["ties"]) == families.ties(m)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("family", "case"), [(f, i) for f, cases in CASES.items() for i in range(len(cases))])
+@table("tp", [1, 2])
+@table(("family", "case"), [(f, i) for f, cases in CASES.items() for i in range(len(cases))])
 def test_open_legacy_of_any_topology_has_all_tensors(tmp_path, family, case, tp):
     m = getattr(families, family)()
     p = families.parameters(m)

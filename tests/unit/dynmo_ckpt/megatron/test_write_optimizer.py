@@ -7,6 +7,7 @@ from dynmo_ckpt.formats.choices import ReadOptions, WriteOptions
 from dynmo_ckpt.io.errors import UnsupportedError
 from dynmo_ckpt.operations.convert import convert
 from dynmo_ckpt.operations.write import WriteSettings
+from tests.tables import table
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 SETTINGS = WriteSettings(jobs=1, verify=False, overwrite=True, plan_only=False, format=Format.JSON)
@@ -26,8 +27,8 @@ def converted(source, target, target_format, *, with_optimizer):
     )
 
 
-@pytest.mark.parametrize("target_format", ["legacy", "dcp", "deepspeed"])
-@pytest.mark.parametrize("kind", ["sgd", "muon", "adafactor"])
+@table("target_format", ["legacy", "dcp", "deepspeed"])
+@table("kind", ["sgd", "muon", "adafactor"])
 def test_convert_state_of_another_optimizer_is_refused(tmp_path, kind, target_format, capsys):
     m = native_checkpoints.model()
     p = native_checkpoints.true_rows(m["vocab_size"], native_checkpoints.parameters(m))

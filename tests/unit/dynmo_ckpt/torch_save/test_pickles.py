@@ -16,6 +16,7 @@ from dynmo_ckpt._common.errors import DynmoError
 from dynmo_ckpt.io.errors import CorruptError, UnsafePickleError
 from dynmo_ckpt.torch_save.pickles import OpaquePickle, TensorRef, load_pickle
 from dynmo_ckpt.torch_save.reader import open_torch
+from tests.tables import table
 
 VALUES = [
     None,
@@ -32,8 +33,8 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("protocol", range(2, 6))
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+@table("protocol", range(2, 6))
+@table("value", VALUES, ids=lambda value: type(value).__name__)
 def test_load_pickle_values_equal_pickle(value, protocol):
     assert load_pickle(pickle.dumps(value, protocol), "x") == value
 
@@ -61,8 +62,8 @@ class Evil:
         return self.call
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize(
+@table("protocol", [2, 4])
+@table(
     ("function", "arguments"),
     [
         (os.system, ("touch {}",)),
@@ -115,7 +116,7 @@ def test_load_pickle_call_of_opaque_package_is_not_executed():
     assert str(found.type) == "numpy.load"
 
 
-@pytest.mark.parametrize(
+@table(
     "payload",
     [
         b"",

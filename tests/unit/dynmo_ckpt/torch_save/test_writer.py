@@ -4,12 +4,13 @@ import pytest
 
 from dynmo_ckpt.torch_save.pickles import GlobalName, load_pickle
 from dynmo_ckpt.torch_save.writer import NewObject, dump_pickle
+from tests.tables import table
 
 NUMBERS = [0, -1, 255, 256, -129, 2**31, -(2**40), 0.1]
 VALUES = [None, True, False, *NUMBERS, "größer", [1, [2]], (1, "a"), {"a": {"b": (1.5,)}}, (), [], {}]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@table("value", VALUES, ids=repr)
 def test_dump_pickle_is_read_by_pickle(value):
     payload = dump_pickle(value)
     assert pickle.loads(payload) == value  # noqa: S301 - our own bytes

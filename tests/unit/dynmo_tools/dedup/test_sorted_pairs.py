@@ -21,6 +21,7 @@ from dynmo_tools.dedup.sorted_pairs import SortedPairs, read_pairs
 from dynmo_tools.dedup.union_find import UnionFind
 from dynmo_tools.io import concat_files
 from dynmo_tools.io.concat_files import append_files
+from tests.tables import table
 
 
 @pytest.mark.parametrize("max_pairs", [3, 1000])
@@ -79,8 +80,8 @@ def test_non_first_members_match_the_groups(monkeypatch, groups_of):
     assert UnionFind(3).non_first_members()[1:] == (0, 0)
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("sizes", [(4096, 4096), (5_000_000, 1, 0, 777), (1 << 20, 3 << 20), (0, 0), (123,)])
+@table("direct", [True, False])
+@table("sizes", [(4096, 4096), (5_000_000, 1, 0, 777), (1 << 20, 3 << 20), (0, 0), (123,)])
 def test_append_files_concatenates_the_parts(tmp_path, monkeypatch, direct, sizes):
     monkeypatch.setattr(concat_files, "DIRECT_FROM_BYTES", 0 if direct else 1 << 40)
     rng = random.Random(5)

@@ -13,6 +13,7 @@ from dynmo_tools.extract.broken_markup import remove_extension_tags, remove_left
 from dynmo_tools.extract.wikitext import text_of, tidy
 from dynmo_tools.io.jsonl import Slice
 from dynmo_tools.io.mediawiki_dump import read_pages
+from tests.tables import table
 
 PIECES = [
     *("{{", "}}", "{{{", "}}}", "[[", "]]", "[", "]", "|", "=", "==", "''", "'''", "\n", "* ", "# ", "; a : b", ": "),
@@ -25,7 +26,7 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize(
+@table(
     ("markup", "text"),
     [
         ("'''Bold''' and ''italic'' [[link|shown]] [[plain]].", "Bold and italic shown plain."),
@@ -147,7 +148,7 @@ def test_text_of_a_real_dump_matches_the_node_tree(shared_data):
         assert text_of(page.markup, keep_lists=True) == by_tree(page.markup)
 
 
-@pytest.mark.parametrize(
+@table(
     ("markup", "text"),
     [
         ("a<ref>x ''y</ref> b", "a b"),
@@ -182,7 +183,7 @@ def test_broken_markup_is_removed_without_its_words(markup, text):
     assert text_of(markup) == text
 
 
-@pytest.mark.parametrize(
+@table(
     ("begin", "end"),
     [
         *(("<ref>", ""), ('<ref name="', ""), ("{{", ""), ("[[", ""), ("{|\n", ""), ("''", ""), ("<!--", "")),

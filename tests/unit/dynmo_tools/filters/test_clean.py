@@ -10,12 +10,13 @@ import tokenizers
 from dynmo_tools.filters.clean import CleanSettings, clean_text, is_short, plain_punctuation, repair, token_counter
 from dynmo_tools.filters.language import LanguageDetector
 from dynmo_tools.tokenization.definitions import built_in_gpt2
+from tests.tables import table
 
 ENGLISH = "The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old tree. " * 12
 GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund und schläft dann im Schatten des Baumes. " * 12
 
 
-@pytest.mark.parametrize(
+@table(
     "text",
     [
         "plain",

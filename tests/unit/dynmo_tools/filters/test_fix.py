@@ -4,12 +4,13 @@ import pytest
 
 from dynmo_tools.filters.clean import language_detector
 from dynmo_tools.filters.fix import FixTask, drop_reason, repaired
+from tests.tables import table
 
 ENGLISH = "This is an English sentence about nothing in particular. " * 4
 GERMAN = "Das ist ein deutscher Satz über nichts Besonderes und so weiter. " * 4
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "tasks", "reason"),
     [
         ("a" * 511, [FixTask.REMOVE_512], "remove_512"),

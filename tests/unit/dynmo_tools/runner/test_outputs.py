@@ -13,6 +13,7 @@ import pytest
 
 from dynmo_tools import cli
 from dynmo_tools.formats.indexed import IndexedReader
+from tests.tables import table
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@table("name", COMMANDS)
 def test_output_that_exists_is_refused_without_overwrite(prep, tmp_path, name):
     arguments, output, file = COMMANDS[name]
     if name.endswith("-indexed"):

@@ -10,6 +10,7 @@ from dynmo_tools._common.errors import UsageError
 from dynmo_tools.tokenization.binarize import SequenceWriter, pack
 from dynmo_tools.tokenization.sentences import split_sentences
 from dynmo_tools.tokenization.tokenizers import Encoded, from_lists
+from tests.tables import table
 
 
 def packed(documents, eod, *, keep_empty=False):
@@ -47,7 +48,7 @@ def test_pack_with_keep_empty_keeps_empty_documents():
     assert packed([[[1]], [[]], []], 9, keep_empty=True) == [[[1, 9]], [], []]
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "sentences"),
     [
         ("One. Two! Three?", ["One.", "Two!", "Three?"]),

@@ -11,11 +11,12 @@ from dynmo_tools.web.url_filter import (
     filter_urls,
     write_urls,
 )
+from tests.tables import table
 
 DOMAINS, ENDINGS = built_in_list("blocked_domains"), tuple(sorted(built_in_list("blocked_endings")))
 
 
-@pytest.mark.parametrize(
+@table(
     ("url", "reason"),
     [
         ("https://www.amazon.co.uk/thing", "domain"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from typer.testing import CliRunner
 
 from dynmo_train.cli import app
@@ -12,6 +11,7 @@ from dynmo_train.cli.explain_flags.command_help import parse_help
 from dynmo_train.cli.explain_flags.script_commands import read_script
 from dynmo_train.cli.published_scripts import SOURCES, TABLE, find, markdown
 from tests.paths import ROOT
+from tests.tables import table
 
 DISTRIBUTED = """#! /bin/bash
 # Runs the "345M" parameter model
@@ -149,7 +149,7 @@ def test_script_that_run_refuses_is_explained_with_the_reason(tmp_path):
     assert "DATA has no value" not in result.stderr
 
 
-@pytest.mark.parametrize(
+@table(
     ("line", "equivalent"),
     [
         ("python tasks/main.py --task WIKITEXT103 --valid-data x --load y", "dynmo-train evaluate wikitext"),

@@ -15,6 +15,7 @@ from dynmo_train.config.batch_schedule import (
     parse_ranges,
 )
 from dynmo_train.config.parse import batch_sizes_of
+from tests.tables import table
 
 GPT3 = BatchSizes(start=16, increment=16, ramp_samples=5_859_375, final=1536)
 STEPPED = SteppedBatchSizes(entries=((0, 2), (5, 4), (6, 3), (40, 8)))
@@ -63,7 +64,7 @@ def test_schedule_of_pairs_in_any_order_and_format():
     assert parse_batch_size_schedule("1e3:.5K,0:8.9 1.5k:1K", 4).entries == ((0, 8), (250, 500), (375, 1000))
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "message"),
     [
         ("", "must have 1 to"),
@@ -87,10 +88,8 @@ def test_schedule_of_another_form_is_refused(text, message):
         parse_batch_size_schedule(text, 4)
 
 
-@pytest.mark.parametrize(
-    "sizes", [SMALL, BatchSizes.constant(8), BatchSizes(start=8, increment=4, ramp_samples=10, final=8)]
-)
-@pytest.mark.parametrize("samples", [0, 7, 17, 18, 33, 52, 53, 100, 123])
+@table("sizes", [SMALL, BatchSizes.constant(8), BatchSizes(start=8, increment=4, ramp_samples=10, final=8)])
+@table("samples", [0, 7, 17, 18, 33, 52, 53, 100, 123])
 def test_steps_for_fits_into_the_samples(sizes, samples):
     steps = sizes.steps_for(samples)
     assert sizes.consumed_after(steps) <= samples < sizes.consumed_after(steps + 1)

@@ -13,6 +13,7 @@ from dynmo_train.config import config_of, validate
 from dynmo_train.config.parse import parse_layer_types, parse_rotary_scaling
 from dynmo_train.config.task_command import check_model_flags
 from dynmo_train.models.registry import family_of, family_of_manifest
+from tests.tables import table
 from tests.unit.dynmo_train.config.compat.test_translate import config_from
 from tests.unit.dynmo_train.config.small_config import SMALL
 
@@ -125,7 +126,7 @@ def test_invalid_rotary_scaling_is_refused(text, message):
         parse_rotary_scaling(text)
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "message"),
     [
         ({"family": "gpt", "rotary_base": 500.0}, "requires --position-embedding-type rotary"),

@@ -9,6 +9,7 @@ import pytest
 
 from dynmo_train.config import config_of, option_specs, validate
 from dynmo_train.config.compat.deepspeed import parse_deepspeed
+from tests.tables import table
 
 FILES = json.loads((Path(__file__).parent / "megatron" / "deepspeed_files.json").read_text())
 MODEL = {
@@ -61,7 +62,7 @@ def test_no_key_of_a_file_is_silent():
             assert changed or is_auto or is_nested or is_default or is_length, name
 
 
-@pytest.mark.parametrize("path", FILES["refused"])
+@table("path", FILES["refused"])
 def test_key_that_changes_the_training_is_refused(path):
     [problem] = parse_deepspeed(FILES["refused"][path]).problems
     assert problem.path == path

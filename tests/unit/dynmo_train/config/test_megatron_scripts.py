@@ -7,7 +7,6 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import pytest
 import typer
 
 from dynmo_train.cli import app
@@ -15,6 +14,7 @@ from dynmo_train.config import option_specs, resolve_checked
 from dynmo_train.config.compat.flags import FLAGS
 from dynmo_train.config.compat.translate import MULTI_WORD_FLAGS, declared_name, translate
 from dynmo_train.config.options import DefaultContext
+from tests.tables import table
 
 FOLDER = Path(__file__).parent / "megatron"
 SCRIPTS = tomllib.loads((FOLDER / "scripts.toml").read_text())
@@ -182,7 +182,7 @@ def translated(name):
     return translate(shlex.split(script["words"]), script["family"], declared(script["family"]))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@table("name", SCRIPTS)
 def test_each_flag_of_a_script_is_known(name):
     translation, own = translated(name), declared(SCRIPTS[name]["family"])
     assert [word for word in translation.arguments if word.startswith("--") and word not in own] == []
@@ -190,7 +190,7 @@ def test_each_flag_of_a_script_is_known(name):
     assert all(": " in note for note in translation.notes)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@table("name", SCRIPTS)
 def test_configuration_of_a_script_has_its_sizes(name):
     family = SCRIPTS[name]["family"]
     context = COMMANDS[family].make_context(family, [*translated(name).arguments])

@@ -14,6 +14,7 @@ from dynmo_train.config.options import DefaultContext
 from dynmo_train.config.pipeline_layout import blocks_per_stage, parse_layout
 from dynmo_train.models.registry import family_of
 from dynmo_train.trainer.settings_from_config import initial_partition
+from tests.tables import table
 
 TABLE = json.loads((Path(__file__).parent / "megatron" / "placement.json").read_text())["cases"]
 MODEL = {
@@ -33,7 +34,7 @@ def options_of(case):
     return {ours: case[theirs] for theirs, ours in names.items() if case.get(theirs) is not None}
 
 
-@pytest.mark.parametrize("case", TABLE, ids=lambda case: "-".join(f"{v}" for k, v in case.items() if k != "stages"))
+@table("case", TABLE, ids=lambda case: "-".join(f"{v}" for k, v in case.items() if k != "stages"))
 def test_blocks_per_stage_are_those_of_megatron(case):
     def stages():
         return blocks_per_stage(case["layers"], case["ranks"], case.get("virtual", 1), **options_of(case))
@@ -68,7 +69,7 @@ def config_from(case, **more):
     )
 
 
-@pytest.mark.parametrize("case", [case for case in TABLE if case["stages"] is not None and len(case) > 4][::4])
+@table("case", [case for case in TABLE if case["stages"] is not None and len(case) > 4][::4])
 def test_initial_partition_has_the_blocks_of_megatron(case):
     config = config_from(case)
     family = family_of(config)
@@ -80,7 +81,7 @@ def test_initial_partition_has_the_blocks_of_megatron(case):
     assert partition.stage_ranks == tuple(stage % case["ranks"] for stage in range(len(case["stages"])))
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "message"),
     [
         ("", "begin with E"),

@@ -10,6 +10,7 @@ from dynmo_train.config import DefaultContext, check, resolve
 from dynmo_train.config.presets import read_recipe, recipe_names
 from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.models.registry import family_of
+from tests.tables import table
 
 REST = {"micro_batch_size": 1, "train_iters": 5000, "lr": 1e-4, "data_path": "corpus"}
 # Exact counts: of GPT-2 medium and BERT large with their vocabularies padded to 128, of Llama 2 as published,
@@ -42,7 +43,7 @@ def count(name: str, family: str, **changes) -> int:
     )
 
 
-@pytest.mark.parametrize("name", EXACT)
+@table("name", EXACT)
 def test_recipe_parameter_count_is_exact(name):
     family, changes, expected = EXACT[name]
     assert count(name, family, **changes) == expected

@@ -7,6 +7,7 @@ import pytest
 from dynmo_train._common.document import DocumentError
 from dynmo_train.config import DefaultContext, check, config_of, validate
 from dynmo_train.config.validate import RULES
+from tests.tables import table
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 
@@ -552,7 +553,7 @@ def test_validate_base_case_has_no_conflict():
     assert problems() == []
 
 
-@pytest.mark.parametrize("case", CASES)
+@table("case", CASES)
 def test_validate_conflict_is_reported_once(case):
     values, flag = CASES[case]
     assert [problem.path for problem in problems(**values)] == [flag]

@@ -9,6 +9,7 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.data.chat_dataset import build_chat_dataset, open_mask, pack_best_fit
 from dynmo_train.data.gpt_dataset import TokenError
 from dynmo_train.data.sample_format import SplitRequest
+from tests.tables import table
 from tests.unit.dynmo_train.data.test_gpt_dataset import ALL, indexed
 
 T = 8
@@ -97,7 +98,7 @@ def test_token_ranges_have_the_tokens_of_the_sample():
         assert [token for ids in stated for token in ids[:-1]] == row[0][: sum(len(ids) - 1 for ids in stated)].tolist()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@table("seed", range(20))
 def test_packing_fits_and_wastes_little(seed):
     random = np.random.RandomState(seed)
     lengths = random.randint(1, 33, 200)
@@ -123,7 +124,7 @@ def slow_best_fit(lengths, capacity):
     return samples
 
 
-@pytest.mark.parametrize("seed", range(10))
+@table("seed", range(10))
 def test_packing_has_the_samples_of_the_plain_rule(seed):
     lengths = np.random.RandomState(seed).randint(1, 17, 60).tolist()
     packs = pack_best_fit(lengths, 16)

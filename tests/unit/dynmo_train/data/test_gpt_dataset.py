@@ -11,6 +11,7 @@ from dynmo_train.data.gpt_dataset import build_gpt_dataset
 from dynmo_train.data.sample_format import SplitRequest, split_bounds
 from dynmo_train.data.sample_index import permutation, sequences_of
 from dynmo_train.formats.indexed import IndexedDataset
+from tests.tables import table
 
 ALL = (1.0, 0.0, 0.0)
 
@@ -75,9 +76,9 @@ def slow_samples(source, *, seq_length, seed, num_samples, low, high, number):
     return samples[:num_samples]
 
 
-@pytest.mark.parametrize("gap", [0, 3])
-@pytest.mark.parametrize("seq_length", [1, 5, 11])
-@pytest.mark.parametrize("split", ["train", "valid"])
+@table("gap", [0, 3])
+@table("seq_length", [1, 5, 11])
+@table("split", ["train", "valid"])
 def test_batch_equals_the_plain_implementation(gap, seq_length, split):
     source = corpus(30, gap=gap)
     shares = (0.5, 0.5, 0.0)
@@ -158,8 +159,8 @@ def test_split_bounds_equal_megatrons(count, shares, bounds):
     assert split_bounds(count, shares) == bounds
 
 
-@pytest.mark.parametrize("count", range(12))
-@pytest.mark.parametrize("shares", [(0.969, 0.03, 0.001), (1 / 3, 1 / 3, 1 / 3), (0.1, 0.1, 0.8), (0.0, 0.5, 0.5)])
+@table("count", range(12))
+@table("shares", [(0.969, 0.03, 0.001), (1 / 3, 1 / 3, 1 / 3), (0.1, 0.1, 0.8), (0.0, 0.5, 0.5)])
 def test_split_bounds_are_in_order_and_complete(count, shares):
     bounds = split_bounds(count, shares)
     assert list(bounds) == sorted(bounds)

@@ -14,6 +14,7 @@ from dynmo_train.data.batches import RunData, open_run_data
 from dynmo_train.data.gpt_dataset import GptDataset, TokenError
 from dynmo_train.data.loader import BatchLoader
 from tests.distributed.sentences import write_sentences
+from tests.tables import table
 from tests.unit.dynmo_train.data.test_batches import write_numbers
 
 COMMON = {
@@ -92,7 +93,7 @@ def test_shard_is_the_part_of_the_whole_batch(runs, replica):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on fewer than three cores
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@table("num_workers", [0, 1, 3])
 def test_loader_gives_the_shards_in_any_order(run, num_workers):
     batches = loader(run, num_workers, replica=1)
     order = positions(run, 5)

@@ -15,6 +15,7 @@ from dynmo_train.data.gpt_dataset import build_gpt_dataset
 from dynmo_train.data.sample_format import SplitRequest
 from dynmo_train.data.sample_index import SampleIndexSpec, build_sample_index, megatron_index, stable_index
 from dynmo_train.formats.indexed import IndexedDataset, open_indexed
+from tests.tables import table
 
 # (first document, samples, tokens of a sample, digest of order and documents), of megatron-core 0.16.1's GPTDataset
 # with the seed 1234 on the data set of `documents`.
@@ -57,7 +58,7 @@ def spec(**changes):
     return SampleIndexSpec(**documents | samples | changes)
 
 
-@pytest.mark.parametrize(("low", "samples", "length", "digest"), OF_MEGATRON)
+@table(("low", "samples", "length", "digest"), OF_MEGATRON)
 def test_megatron_index_equals_megatrons_order(tmp_path, low, samples, length, digest):
     high = {0: 60, 10: 48}[low]
     spec_ = spec(first_document=low, end_document=high, num_samples=samples, seq_length=length, order="megatron")

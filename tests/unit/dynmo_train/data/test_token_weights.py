@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -10,6 +9,7 @@ from dynmo_train.data.batch import LOSS_MASK, Batch
 from dynmo_train.models.vocabulary.cross_entropy import mean_linear_cross_entropy
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World
+from tests.tables import table
 
 SAMPLES, TOKENS, WIDTH, VOCABULARY = 8, 6, 5, 11
 
@@ -18,8 +18,8 @@ def one_process():
     return World(rank=0, size=1, device=torch.device("cpu"), host="here", dims=ParallelDims())
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 8])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@table("microbatches", [1, 2, 8])
+@table("share", [0.0, 0.3, 1.0])
 def test_loss_over_a_step_is_the_mean_over_counted_tokens(microbatches, share):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(SAMPLES, TOKENS, WIDTH, generator=generator)

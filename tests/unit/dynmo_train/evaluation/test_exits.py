@@ -32,6 +32,7 @@ from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.models.techniques.early_exit import ExitSettings
 from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
 from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings
+from tests.tables import table
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -158,9 +159,9 @@ def test_threshold_one_has_the_bits_of_the_model_without_exits(key_values):
     assert set(scored.exits_N.tolist()) == {2}
 
 
-@pytest.mark.parametrize("base", ["gpt", "llama"])
-@pytest.mark.parametrize("key_values", ["propagate", "skip", "exact"])
-@pytest.mark.parametrize(("measure", "value"), [("softmax", 0.4), ("saturation", 0.8)])
+@table("base", ["gpt", "llama"])
+@table("key_values", ["propagate", "skip", "exact"])
+@table(("measure", "value"), [("softmax", 0.4), ("saturation", 0.8)])
 def test_decoded_tokens_are_the_predictions_on_the_decoded_text(base, key_values, measure, value):
     """Each new token is what scoring the whole text predicts there, at the same exit: two ways to one answer."""
     model = exit_model(key_values, base, measure=measure)
@@ -174,9 +175,9 @@ def test_decoded_tokens_are_the_predictions_on_the_decoded_text(base, key_values
     assert len(set(found.exits)) > 1, "at several exits"
 
 
-@pytest.mark.parametrize("base", ["gpt", "llama"])
-@pytest.mark.parametrize("drafts", [1, 3, 6])
-@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.7, 1.0])
+@table("base", ["gpt", "llama"])
+@table("drafts", [1, 3, 6])
+@table("threshold", [0.0, 0.3, 0.7, 1.0])
 def test_speculation_has_the_output_of_the_full_model(base, drafts, threshold):
     model = exit_model("speculative", base)
     segments = SegmentDecoder(model.family, model.modules, 24)

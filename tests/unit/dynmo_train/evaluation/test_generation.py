@@ -27,6 +27,7 @@ from dynmo_train.models.layer_list import BoundaryShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import uniform_partition
+from tests.tables import table
 
 SHAPE = GptShape(
     num_layers=2,
@@ -325,8 +326,8 @@ def test_prompt_has_the_separators_of_unicode(tmp_path):
     assert read_prompts(None, GenerateConfig(prompts=str(tmp_path / "prompts"))) == prompts
 
 
-@pytest.mark.parametrize("temperature", [1e-37, 1e-45, 5e-324])
-@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}])
+@table("temperature", [1e-37, 1e-45, 5e-324])
+@table("filters", [{}, {"top_k": 2}, {"top_p": 0.9}])
 def test_temperature_near_0_draws_the_most_likely_token(temperature, filters):
     logits, generator = torch.tensor([1.0, -40.0, 3.0, 2.5]), torch.Generator().manual_seed(0)
     assert next_token(logits, Sampling(temperature=temperature, **filters), generator) == 2

@@ -9,6 +9,7 @@ import pytest
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train.formats.indexed import open_indexed
+from tests.tables import table
 
 
 def index_bytes(lengths, pointers, documents, *, code=8, version=1, magic=b"MMIDIDX\x00\x00"):
@@ -37,50 +38,12 @@ def test_open_indexed_reads_a_dataset(tmp_path):
     assert data.tokens.tolist() == [5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize(("code", "dtype"), [(1, "<u1"), (2, "<i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
-def test_open_indexed_reads_every_integer_dtype(tmp_path, code, dtype):
-    size = np.dtype(dtype).itemsize
-    data = open_indexed(
-        write(tmp_path, index_bytes([1, 2], [0, size], [0, 2], code=code), np.array([1, 2, 3], dtype).tobytes())
-    )
-    assert data.tokens[data.starts[1] :].tolist() == [2, 3]
 
 
-def test_open_indexed_ignores_multimodal_modes(tmp_path):
-    assert open_indexed(write(tmp_path, GOOD + b"\x00\x00\x00", PAYLOAD)).lengths.tolist() == [3, 0, 2]
 
 
-def test_open_indexed_reads_an_empty_dataset(tmp_path):
-    assert open_indexed(write(tmp_path, index_bytes([], [], [0]), b"")).num_documents == 0
 
 
-@pytest.mark.parametrize(
-    ("index", "payload", "where", "kind"),
-    [
-        (GOOD[:20], PAYLOAD, "", "truncated"),
-        (GOOD[:-1], PAYLOAD, "", "truncated"),
-        (GOOD + b"\x00", PAYLOAD, "", "size"),
-        (b"not an index, only text that is long enough for it", PAYLOAD, "magic", "magic"),
-        (b"TNTIDX\x00\x00" + GOOD[8:], PAYLOAD, "version", "version"),
-        (index_bytes([3], [0], [0, 1], version=2), PAYLOAD, "version", "version"),
-        (index_bytes([3], [0], [0, 1], code=6), PAYLOAD, "dtype", "choice"),
-        (struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 2**60, 1), PAYLOAD, "", "truncated"),
-        (GOOD, PAYLOAD[:-2], "lengths", "length"),
-        (GOOD, PAYLOAD + b"\x00\x00", "lengths", "length"),
-        (index_bytes([3], [-2], [0, 1]), PAYLOAD, "pointers", "order"),
-        (index_bytes([2], [1], [0, 1]), PAYLOAD, "pointers", "order"),
-        (index_bytes([-1], [0], [0, 1]), PAYLOAD, "lengths", "range"),
-        (index_bytes([3], [0], []), PAYLOAD, "documents", "order"),
-        (index_bytes([3], [0], [1, 1]), PAYLOAD, "documents", "order"),
-        (index_bytes([3], [0], [0, 2]), PAYLOAD, "documents", "order"),
-        (index_bytes([3, 2], [0, 6], [0, 2, 1, 2]), PAYLOAD, "documents", "order"),
-    ],
-)
-def test_open_indexed_of_a_broken_dataset_names_the_field(tmp_path, index, payload, where, kind):
-    with pytest.raises(DocumentError) as caught:
-        open_indexed(write(tmp_path, index, payload))
-    assert (where, kind) in [(problem.path, problem.kind) for problem in caught.value.problems]
-    assert "x.idx" in str(caught.value)
 
 
 def test_open_indexed_without_a_file_names_it(tmp_path):

@@ -69,18 +69,8 @@ def test_profile_records_of_every_kind_are_valid(name):
     jsonschema.validate(json.loads(json.dumps(RECORDS[name])), SCHEMA)
 
 
-def test_profile_schema_refuses_a_wrong_value():
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(RECORDS["step"] | {"forward_ns": [1.5]}, SCHEMA)
 
 
-def test_profile_records_have_their_values():
-    record = RECORDS["plan_result"]
-    assert (record["plan_id"], record["bytes"], record["pause_ns"]) == (1, 6, 5)
-    assert RECORDS["header"]["items"][1]["layer"] == "layers.0"
-    assert RECORDS["header"]["workers"][0]["ranks"] == [0]
-    assert RECORDS["step"]["forward_ns"] == [5, None]
-    assert "backward_ns" not in RECORDS["split step"]
 
 
 @pytest.mark.parametrize(

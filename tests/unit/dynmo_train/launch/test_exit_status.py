@@ -34,6 +34,7 @@ from dynmo_train.launch.exit_status import (
 )
 from dynmo_train.launch.failure_record import FailureRecord
 from dynmo_train.launch.failure_report import report_failures
+from tests.tables import table
 
 
 def failures(*codes):
@@ -41,7 +42,7 @@ def failures(*codes):
     return [Failure(rank=rank, code=code, log=f"log-{rank}") for rank, code in enumerate(codes) if code]
 
 
-@pytest.mark.parametrize(
+@table(
     ("codes", "ranks"),
     [
         ((1, 0), [0]),

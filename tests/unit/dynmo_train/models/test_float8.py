@@ -16,6 +16,7 @@ from dynmo_train.models.float8 import Float8Items, Float8Product, Float8Settings
 from dynmo_train.models.layers.feed_forward import FeedForward
 from dynmo_train.models.layers.linear import PrunableLinear
 from dynmo_train.models.layers.sparse_formats import SparseTable
+from tests.tables import table
 
 pytest.importorskip("torchao", reason="the extra fp8 is not installed")
 
@@ -50,8 +51,8 @@ def gradients(product, rows=32):
     return y.detach(), x.grad, weight.grad
 
 
-@pytest.mark.parametrize("settings", RECIPES, ids=lambda each: f"{each.recipe}-{each.form}")
-@pytest.mark.parametrize(("rows", "emulate"), [(32, True), (7, True), (32, False), (7, False)])
+@table("settings", RECIPES, ids=lambda each: f"{each.recipe}-{each.form}")
+@table(("rows", "emulate"), [(32, True), (7, True), (32, False), (7, False)])
 def test_float8_product_is_near_the_exact_one(settings, rows, emulate):
     product = Float8Product(settings, emulate=emulate)
     for ours, exact in zip(gradients(product, rows), gradients(torch.nn.functional.linear, rows), strict=True):

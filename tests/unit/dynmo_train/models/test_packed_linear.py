@@ -19,14 +19,15 @@ from dynmo_train.models.packed_linear import PackedProduct, can_pack, pack_weigh
 from dynmo_train.models.vocabulary.head import Head
 from tests.parity.item_stream import build_all
 from tests.parity.test_decoder_shapes import LLAMA
+from tests.tables import table
 
 pytestmark = pytest.mark.skipif(not can_pack(), reason="this torch has no oneDNN")
 
 LATENT = LatentShape(kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 300])
-@pytest.mark.parametrize("bias", [False, True])
+@table("rows", [0, 1, 2, 7, 8, 300])
+@table("bias", [False, True])
 def test_packed_product_equals_the_plain_one_for_any_rows(rows, bias):
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(33, 20, generator=generator)

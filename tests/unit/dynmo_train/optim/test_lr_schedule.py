@@ -16,6 +16,7 @@ from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.parallel.seeding import seeded, stable_seed
 from dynmo_train.trainer.settings_from_config import learning_rate, weight_decay
+from tests.tables import table
 
 FAMILY = Gpt(
     GptShape(
@@ -35,7 +36,7 @@ MEGATRON = json.loads((Path(__file__).parent / "megatron_schedules.json").read_t
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4, "vocab_size": 8}
 
 
-@pytest.mark.parametrize("case", MEGATRON["cases"], ids=lambda case: str(list(case["flags"].values())[4:]))
+@table("case", MEGATRON["cases"], ids=lambda case: str(list(case["flags"].values())[4:]))
 def test_schedules_of_megatrons_flags_are_bit_identical(case):
     config = config_of(**SHAPE, data_path="none", micro_batch_size=1, **case["flags"])
     assert not validate(config, 1)

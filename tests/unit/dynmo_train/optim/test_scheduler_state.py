@@ -7,6 +7,7 @@ import pytest
 from dynmo_train.formats.checkpoint import CheckpointError
 from dynmo_train.optim.lr_schedule import LearningRate, WeightDecay
 from dynmo_train.optim.scheduler_state import scheduler_state, with_stored_schedules
+from tests.tables import table
 
 RATE = LearningRate(peak=0.01, floor=0.001, style="cosine", warmup_steps=16, decay_steps=80, initial=0.0)
 DECAY = WeightDecay(start=0.01, end=0.1, style="linear", steps=64)
@@ -30,8 +31,8 @@ def test_checkpoint_without_schedules_changes_nothing(manifest):
     assert with_stored_schedules(RATE, DECAY, manifest) == (RATE, DECAY)
 
 
-@pytest.mark.parametrize("name", ["max_lr", "min_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps"])
-@pytest.mark.parametrize("value", [None, True, "fast", -1, float("nan"), float("inf"), 10**400, [], {}])
+@table("name", ["max_lr", "min_lr", "lr_decay_style", "lr_warmup_steps", "lr_decay_steps"])
+@table("value", [None, True, "fast", -1, float("nan"), float("inf"), 10**400, [], {}])
 def test_invalid_rates_in_a_checkpoint_are_refused(name, value):
     with pytest.raises(CheckpointError, match=f"invalid {name}"):
         with_stored_schedules(RATE, DECAY, {"x_scheduler": {name: value}})

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 
-import pytest
-
 from dynmo_train.parallel.dims import ParallelDims
+from tests.tables import table
 
 SIZES = [ParallelDims(pipeline=p, data=d, tensor=t) for p, d, t in product((1, 2, 3), (1, 2, 4), (1, 2))]
 
 
-@pytest.mark.parametrize("dims", SIZES, ids=str)
+@table("dims", SIZES, ids=str)
 def test_parallel_dims_coordinates_and_ranks_are_inverse(dims):
     for rank in range(dims.size):
         at = dims.coordinates(rank)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 
 from dynmo_train.parallel.expert_chunks import exchange_of, host_ranges, hosts_of_ranks
+from tests.tables import table
 
 HOSTS = ((0,), (1, 2), (3, 0, 1), (2,), (0, 1, 2, 3))
 
@@ -24,8 +24,8 @@ def loads_of(ranges):
     return loads
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("rows", [1, 3, 16, 1000])
+@table("seed", range(8))
+@table("rows", [1, 3, 16, 1000])
 def test_ranges_are_whole_chunks_on_hosts(seed, rows):
     totals = random_counts(seed).sum(0).tolist()
     for expert, hosts in enumerate(host_ranges(totals, HOSTS, rows, 4)):
@@ -42,8 +42,8 @@ def test_replicas_take_rows_from_the_heaviest_rank():
     assert loads_of(host_ranges([0, 64, 0, 0, 0], HOSTS, 32, 4)) == [0, 32, 32, 0]
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rows", [1, 5, 64])
+@table("seed", range(4))
+@table("rows", [1, 5, 64])
 def test_exchanges_bring_each_row_to_its_chunk_and_back_once(seed, rows):
     """Rows are (expert, place among all rows of the expert); chunks have their rows in order."""
     counts = random_counts(seed)

@@ -20,6 +20,7 @@ from dynmo_train.trainer.settings_from_config import (
     plan_problems,
     sparse_attention_warning,
 )
+from tests.tables import table
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 
@@ -78,7 +79,7 @@ def test_run_with_slots_states_that_pruned_experts_run_dense(options, warns):
     assert not warns or "pruned experts run dense with --moe-expert-slots" in (warning or "")
 
 
-@pytest.mark.parametrize(
+@table(
     ("ranks", "slots", "message"),
     [
         ([0, 1, 0, 1], None, None),

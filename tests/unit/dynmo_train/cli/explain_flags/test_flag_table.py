@@ -15,6 +15,7 @@ from dynmo_train.config.compat.megatron_model import COMBINED_FLAGS
 from dynmo_train.config.compat.torchtitan import TORCHTITAN, torchtitan_advice
 from dynmo_train.config.compat.translate import RENAMED_VALUES, declared_name
 from dynmo_train.config.resolve import built_in_specs, parse_config_file
+from tests.tables import table
 
 ROOT = typer.main.get_command(app)
 COMMANDS = ROOT.commands["pretrain"].commands
@@ -55,7 +56,7 @@ def spec_of(flag):
     return next(spec for spec in SPECS.values() if flag in (spec.flag, spec.negative))
 
 
-@pytest.mark.parametrize("row", of("same"))
+@table("row", of("same"))
 def test_row_same_parses_to_the_named_key(row):
     name = declared_name(row.flag, FAMILIES["gpt"], FLAGS)
     spec = spec_of(name)
@@ -66,7 +67,7 @@ def test_row_same_parses_to_the_named_key(row):
         assert str(parsed([row.flag, sample(spec)])[spec.name]) == sample(spec)
 
 
-@pytest.mark.parametrize("row", [each for each in of("renamed") if each.id not in COMBINED_FLAGS])
+@table("row", [each for each in of("renamed") if each.id not in COMBINED_FLAGS])
 def test_row_renamed_parses_to_our_option(row):
     known = FLAGS[flag_of(row)]
     name = known.arguments[-1] if known.arguments[-1].startswith("--") else known.arguments[-2]
@@ -83,7 +84,7 @@ def test_row_renamed_parses_to_our_option(row):
         assert str(found[spec.name]) == known.arguments[-1]
 
 
-@pytest.mark.parametrize("row", of("no effect"))
+@table("row", of("no effect"))
 def test_row_without_effect_is_reported_with_its_reason(row, capsys):
     known = FLAGS[flag_of(row)]
     family = known.families[0] if known.families else "gpt"
@@ -93,7 +94,7 @@ def test_row_without_effect_is_reported_with_its_reason(row, capsys):
     assert row.here.startswith(known.reason)
 
 
-@pytest.mark.parametrize("row", of("refused"))
+@table("row", of("refused"))
 def test_row_refused_ends_with_the_remedy_of_the_row(row):
     known = FLAGS[flag_of(row)]
     with pytest.raises(DocumentError) as caught:
@@ -105,14 +106,14 @@ def test_row_refused_ends_with_the_remedy_of_the_row(row):
     assert len(problem.message) > len("not supported: ")
 
 
-@pytest.mark.parametrize("flag", [flag for flag, known in FLAGS.items() if known.neutral is not None])
+@table("flag", [flag for flag, known in FLAGS.items() if known.neutral is not None])
 def test_neutral_value_of_a_refused_flag_is_accepted(flag, capsys):
     neutral = FLAGS[flag].neutral
     assert parsed([flag, neutral]) == parsed([f"{flag}={neutral}"]) == parsed([])
     assert f"{flag}: {neutral} changes nothing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@table(
     ("flag", "theirs", "ours"),
     [(flag, theirs, ours) for flag, known in FLAGS.items() for theirs, ours in known.renamed_values.items()]
     + [(flag, theirs, ours) for flag, values in RENAMED_VALUES.items() for theirs, ours in values.items()],

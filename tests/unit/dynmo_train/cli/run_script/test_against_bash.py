@@ -12,6 +12,7 @@ import pytest
 
 from dynmo_train.cli.run_script.interpreter import interpret_script
 from dynmo_train.cli.run_script.syntax import ScriptError
+from tests.tables import table
 
 # In bash, the program prints its words; here, it becomes a command of ours.
 PROLOGUE = "dynmo-prep() { printf '%s\\1' \"$@\"; printf '\\2'; }\n"
@@ -123,14 +124,14 @@ def by_bash(text, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-@pytest.mark.parametrize("name", SNIPPETS)
+@table("name", SNIPPETS)
 def test_words_are_those_of_bash(name, tmp_path):
     result = interpret_script(SNIPPETS[name], str(tmp_path / "script.sh"), ARGUMENTS, {"PATH": "/usr/bin"}, tmp_path)
     assert [list(step.words[1:]) for step in result.steps] == by_bash(SNIPPETS[name], tmp_path)
     assert result.steps
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "message"),
     [
         ("declare -A H; dynmo-prep ${H[b]}", "declare -A is not interpreted"),

@@ -13,6 +13,7 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.cli.run_script.interpreter import interpret_script
 from dynmo_train.cli.run_script.launchers import translate_program
 from dynmo_train.cli.run_script.session import StartStep
+from tests.tables import table
 
 GPT = "pretrain gpt --lr 1"
 
@@ -103,7 +104,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@table("line", COMMANDS)
 def test_command_line_has_its_equivalent(line, tmp_path):
     assert commands(line, tmp_path)[0] == [COMMANDS[line]]
 
@@ -161,7 +162,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@table("line", REFUSED)
 def test_line_that_is_not_interpreted_is_refused_with_its_number(line, tmp_path):
     with pytest.raises(UsageError, match=re.escape("run.sh, line 3: ")) as caught:
         commands(f"# a comment\n\n{line}\n", tmp_path)
@@ -271,7 +272,7 @@ HOSTILE = {
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", HOSTILE)
+@table("name", HOSTILE)
 def test_hostile_script_is_refused_in_bounded_time(name, tmp_path):
     (tmp_path / "run.sh").write_text("source run.sh")
     with pytest.raises(UsageError, match=r"line|too deep"):

@@ -8,6 +8,7 @@ import pytest
 
 from dynmo_train.config import validate
 from dynmo_train.config.compat.translate import translate
+from tests.tables import table
 
 from .test_translate import config_from, declared
 
@@ -25,7 +26,7 @@ def problems_of(words):
     return [problem.path for problem in translate(shlex.split(words), "gpt", declared("gpt")).problems]
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "activation", "slope", "limit", "offset"),
     [
         ("--quick-geglu", "quick_geglu", 1.702, 7.0, 0.0),
@@ -132,7 +133,7 @@ def test_capacity_of_experts_has_the_defaults_of_the_program(words, capacity):
     assert (model.moe_expert_capacity_factor, model.moe_eval_capacity_factor, model.moe_min_capacity) == capacity
 
 
-@pytest.mark.parametrize(
+@table(
     "words",
     [
         "--glu-linear-offset 1.0 --swiglu",

@@ -15,6 +15,7 @@ from dynmo_train.config import config_of, option_specs, validate, with_deepspeed
 from dynmo_train.config.compat.deepspeed import parse_deepspeed
 from dynmo_train.config.compat.flags import FLAGS
 from dynmo_train.config.compat.translate import translate
+from tests.tables import table
 
 COMMANDS = typer.main.get_command(app).commands["pretrain"].commands
 
@@ -174,7 +175,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@table("name", REFUSED)
 def test_translate_unsupported_flags_are_refused_with_remedy(name):
     words = shlex.split(REFUSED[name])
     translation = translate(words, "gpt", declared("gpt"))
@@ -317,7 +318,7 @@ def test_parse_deepspeed_sgd_becomes_the_optimizer_and_its_momentum():
     assert found.ignored == ("optimizer.params.eps",)
 
 
-@pytest.mark.parametrize(
+@table(
     ("document", "path"),
     [
         ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),

@@ -10,6 +10,7 @@ from dynmo_train.config.fields import values_of
 from dynmo_train.config.rules.effect import EFFECTS, effect_warnings
 from dynmo_train.config.rules.task_effect import task_warnings
 from dynmo_train.config.sections.evaluation import FinetuneConfig, GenerateConfig, InferenceConfig
+from tests.tables import table
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 # Other options that disable an option which has an effect by default.
@@ -78,7 +79,7 @@ def messages_of(name, world_size=1, **values):
     return refused, warned
 
 
-@pytest.mark.parametrize(("name", "refuse"), [(name, effect.refuse) for effect in EFFECTS for name in effect.options])
+@table(("name", "refuse"), [(name, effect.refuse) for effect in EFFECTS for name in effect.options])
 def test_effect_option_without_effect_is_refused_or_reported(name, refuse):
     refused, warned = messages_of(name, **WITHOUT.get(name, {}))
     assert (len(refused), len(warned)) == ((1, 0) if refuse else (0, 1))
@@ -105,7 +106,7 @@ def test_task_warnings_generate_option_without_effect_is_reported(given, flags):
 FILES = {"vocab_file": "v.json", "merge_file": "m.txt"}
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "flags"),
     [
         ({}, []),
@@ -131,7 +132,7 @@ def test_task_warnings_finetune_epochs_without_data_is_reported():
     assert task_warnings(FinetuneConfig(**values, train_data="t")) == []
 
 
-@pytest.mark.parametrize("name", WITH)
+@table("name", WITH)
 def test_effect_option_with_effect_is_accepted(name):
     assert messages_of(name, **WITH[name]) == ([], [])
 

@@ -8,6 +8,7 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of, validate
 from dynmo_train.config.layer_freq import parse_layer_freq
 from dynmo_train.models.registry import boundary_of, family_of, family_of_manifest
+from tests.tables import table
 from tests.unit.dynmo_train.config.compat.test_translate import config_from
 from tests.unit.dynmo_train.config.small_config import SMALL
 
@@ -84,7 +85,7 @@ def test_parse_layer_freq_is_megatrons_expression(text, pattern):
     assert parse_layer_freq(text, 4) == pattern
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "message"),
     [
         ("0", "must be a number or a list"),
@@ -111,7 +112,7 @@ LATENT = {"family": "llama", "multi_latent_attention": True}
 EXPERTS = {"family": "llama", "num_experts": 8}
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "message"),
     [
         ({"family": "gpt", "multi_latent_attention": True}, "requires --position-embedding-type rotary"),

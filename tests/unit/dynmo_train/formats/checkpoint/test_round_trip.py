@@ -17,6 +17,7 @@ from dynmo_train.formats.checkpoint import (
     write_shard,
 )
 from dynmo_train.formats.checkpoint.writer import commit
+from tests.tables import table
 from tests.unit.dynmo_train.formats.checkpoint import small_run
 
 
@@ -47,11 +48,11 @@ def test_files_match_safetensors_and_manifest(tmp_path):
             assert all(equal(handle.get_tensor(key), state[key][1]) for key in handle.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize(
+@table(
     "dtype",
     [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8],
 )
-@pytest.mark.parametrize("shape", [(), (0, 3), (3,), (2, 3, 5)])
+@table("shape", [(), (0, 3), (3,), (2, 3, 5)])
 def test_write_shard_every_dtype_and_shape_round_trips(tmp_path, dtype, shape):
     tensors = dict(small_run.state(1))
     tensors["head.extra"] = ("buffer", (torch.rand(shape) * 3).to(dtype))

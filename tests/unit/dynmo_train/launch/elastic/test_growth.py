@@ -46,6 +46,7 @@ from dynmo_train.launch.elastic.node_continuation import LeadingNode
 from dynmo_train.launch.elastic.node_growth import MAX_ATTEMPTS, LeadingGrowth
 from dynmo_train.launch.elastic.restart import Layout, growth_workers
 from dynmo_train.launch.elastic.run_layout import RunLayout
+from tests.tables import table
 
 KILLED = -9
 NOTICE = Notice(
@@ -126,8 +127,8 @@ def test_documents_survive_the_store():
     assert Joining.of({}) is None
 
 
-@pytest.mark.parametrize("decode", [decode_proposal, decode_outcome, decode_properties])
-@pytest.mark.parametrize("value", [b"", b"[]", b"{", b'{"attempt": 0}', b'{"notice": 1, "reason": null}', b"\xff"])
+@table("decode", [decode_proposal, decode_outcome, decode_properties])
+@table("value", [b"", b"[]", b"{", b'{"attempt": 0}', b'{"notice": 1, "reason": null}', b"\xff"])
 def test_documents_of_another_version_are_refused(decode, value):
     with pytest.raises(DocumentError, match="another version"):
         decode(value)

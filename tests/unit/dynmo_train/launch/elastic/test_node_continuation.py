@@ -14,6 +14,7 @@ from dynmo_train.launch.elastic.coordinator import Round
 from dynmo_train.launch.elastic.node_continuation import FollowingNode, LeadingNode, decode_deaths
 from dynmo_train.launch.elastic.node_growth import LeadingGrowth
 from dynmo_train.launch.elastic.run_layout import RunLayout
+from tests.tables import table
 
 KILLED = -signal.SIGKILL
 ROUND = Round(number=1, members=(0, 1, 2), names=("a", "b", "c"), processes=(1, 2, 2), port=0, extra_flags=())
@@ -137,7 +138,7 @@ def test_node_zero_that_has_ended_refuses(cluster):
 HOSTILE = [b"[]", b"7", b"{", b'{"x": 1}', b'{"1": "9"}', b'{"1": null}', b'{"-1": 1}', b'{"1": 1e300}', b"\xff"]
 
 
-@pytest.mark.parametrize("value", HOSTILE)
+@table("value", HOSTILE)
 def test_report_of_another_version_is_refused(value):
     with pytest.raises(DocumentError, match="does it run another version"):
         decode_deaths(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -12,6 +11,7 @@ from dynmo_train.models.attention.context_attention import document_chunk_offset
 from dynmo_train.models.attention.documents import STARTS, PackedAttention
 from dynmo_train.models.attention.positions import Rotary
 from dynmo_train.parallel.context_parallel import ContextRegion
+from tests.tables import table
 from tests.unit.dynmo_train.models.attention.test_varlen import D, H, on_cpu  # noqa: F401
 
 T, G = 16, 2
@@ -39,10 +39,10 @@ class WholeRegion(ContextRegion):
         return type("Started", (), {"wait": lambda _: (keys, values)})()
 
 
-@pytest.mark.parametrize("path", ["mask", "kernel"])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("resets", [(True, True), (False, True), (True, False), (False, False)], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
+@table("path", ["mask", "kernel"])
+@table("window", [None, 3])
+@table("resets", [(True, True), (False, True), (True, False), (False, False)], ids=str)
+@table("size", [2, 4])
 def test_context_rank_attends_as_one_process(monkeypatch, on_cpu, size, resets, window, path):  # noqa: F811
     torch.manual_seed(0)
     rotary = Rotary(D // H, 10000.0)

@@ -13,6 +13,7 @@ from dynmo_train.models.attention import eager_attention
 from dynmo_train.models.attention.positions import Rotary
 from dynmo_train.models.attention.self_attention import SelfAttention
 from dynmo_train.parallel.random_stream import ItemStream, drawing_from
+from tests.tables import table
 
 B, H, G, T, K = 2, 6, 2, 23, 8
 CPU = torch.device("cpu")
@@ -53,9 +54,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("chunk", [1, 300, 1 << 20])
-@pytest.mark.parametrize("has_sinks", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@table("chunk", [1, 300, 1 << 20])
+@table("has_sinks", [True, False])
+@table("case", CASES)
 def test_eager_attention_in_chunks_equals_all_scores(monkeypatch, case, has_sinks, chunk):
     monkeypatch.setattr(eager_attention, "CHUNK_SCORES", chunk)
     monkeypatch.setattr(eager_attention, "SHORTEST_CHUNK", 3)
@@ -141,9 +142,9 @@ def stream(seed=1):
     return ItemStream(torch.tensor([seed, 7], dtype=torch.int64))
 
 
-@pytest.mark.parametrize("chunk", [1, 300, 1 << 20])
-@pytest.mark.parametrize("has_sinks", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@table("chunk", [1, 300, 1 << 20])
+@table("has_sinks", [True, False])
+@table("case", CASES)
 def test_dropout_in_chunks_equals_all_weights(monkeypatch, case, has_sinks, chunk):
     monkeypatch.setattr(eager_attention, "CHUNK_SCORES", chunk)
     monkeypatch.setattr(eager_attention, "SHORTEST_CHUNK", 3)

@@ -19,6 +19,7 @@ from dynmo_train.models.attention.hashed_attention import (
 from dynmo_train.models.attention.hashed_tiles import tile_table
 from dynmo_train.models.families.gpt import Gpt, GptShape
 from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
+from tests.tables import table
 
 SPARSE = HashedAttention(buckets=4, block=4, seed=3, name="layers.0.attention")
 
@@ -41,9 +42,9 @@ def dense(q, k, v, key_mask, *, causal):
     return weights @ v, mask
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("tokens", [24, 21, 3])
-@pytest.mark.parametrize("padded", [True, False])
+@table("causal", [True, False])
+@table("tokens", [24, 21, 3])
+@table("padded", [True, False])
 def test_hashed_attention_equals_dense_attention_under_its_mask(causal, tokens, padded):
     q, k, v = inputs(tokens)
     key_mask = torch.arange(tokens).expand(2, -1) < torch.tensor([[tokens - 1], [2]]) if padded else None

@@ -16,6 +16,7 @@ from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.models.experts.router import RouterShape
 from dynmo_train.models.layers import grouped_linear
 from dynmo_train.pipeline.stage_module import save_products
+from tests.tables import table
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 EXPERTS, WIDTH, INNER = 4, 8, 16
@@ -127,13 +128,13 @@ def check_equals_plain(kind, options):
 SHARED = [{"shared_ffn_size": 12, "shared_gate": gate} for gate in (False, True)]
 
 
-@pytest.mark.parametrize("options", CASES + MINIMA + SHARED, ids=str)
+@table("options", CASES + MINIMA + SHARED, ids=str)
 def test_moe_mlp_equals_a_plain_loop_over_tokens(options):
     check_equals_plain(GPT, options)
 
 
-@pytest.mark.parametrize("kind", [GPT, MIXTRAL], ids=["gpt", "mixtral"])
-@pytest.mark.parametrize("options", CASES[::3] + MINIMA[::3] + SHARED, ids=str)
+@table("kind", [GPT, MIXTRAL], ids=["gpt", "mixtral"])
+@table("options", CASES[::3] + MINIMA[::3] + SHARED, ids=str)
 def test_moe_mlp_grouped_products_equal_a_plain_loop(grouped, kind, options):
     check_equals_plain(kind, options)
 
@@ -196,8 +197,8 @@ def test_grouped_product_runs_for_all_experts_at_once(grouped):
     assert computed_rows(made, drawn(2, 64, WIDTH, seed=3)) == [0] * EXPERTS
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("options", CASES[::5], ids=str)
+@table("recompute", ["full", "selective"])
+@table("options", CASES[::5], ids=str)
 def test_moe_mlp_recomputed_gradients_have_the_same_bits(grouped, recompute, options):
     made, grad = layer(**options), drawn(2, 13, WIDTH, seed=10)
     x = drawn(2, 13, WIDTH, seed=9).requires_grad_()
@@ -266,7 +267,7 @@ def host_reads(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("options", [*CASES, {"routing": "expert-choice"}], ids=str)
+@table("options", [*CASES, {"routing": "expert-choice"}], ids=str)
 def test_moe_mlp_grouped_products_read_nothing_on_the_host(grouped, host_reads, options):
     assert host_reads(layer(**options), drawn(2, 13, WIDTH).requires_grad_()) == []
 
@@ -288,9 +289,7 @@ def test_moe_mlp_routers_and_losses_read_nothing_on_the_host(grouped, host_reads
     assert host_reads(made, drawn(2, 13, WIDTH).requires_grad_()) == []
 
 
-@pytest.mark.parametrize(
-    "options", [c for c in CASES if c["pad_to_capacity"]] + [{"routing": "expert-choice"}], ids=str
-)
+@table("options", [c for c in CASES if c["pad_to_capacity"]] + [{"routing": "expert-choice"}], ids=str)
 def test_moe_mlp_fixed_shapes_read_nothing_on_the_host(host_reads, options):
     assert host_reads(layer(**options), drawn(2, 13, WIDTH).requires_grad_()) == []
 
@@ -299,7 +298,7 @@ def test_moe_mlp_loop_reads_its_counts_once(host_reads):
     assert host_reads(layer(capacity_factor=1.0), drawn(2, 13, WIDTH).requires_grad_()) == ["tolist"]
 
 
-@pytest.mark.parametrize("options", CASES + ROUTERS, ids=str)
+@table("options", CASES + ROUTERS, ids=str)
 def test_moe_mlp_runs_without_values(grouped, options):
     """A meta tensor has no values: any shape or branch that depends on them would raise."""
     x = torch.empty(2, 13, WIDTH, device=META, dtype=torch.bfloat16, requires_grad=True)

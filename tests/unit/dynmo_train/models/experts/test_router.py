@@ -11,6 +11,7 @@ from dynmo_train.models.experts.moe import MoeMlp, route
 from dynmo_train.models.experts.moe_dispatch import return_rows
 from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.models.experts.router import RouterShape, within_groups
+from tests.tables import table
 
 EXPERTS = 8
 
@@ -51,9 +52,7 @@ ROUTERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("router", "top_k"), [(r, k) for r in ROUTERS for k in (1, 2, 4) if k % (r.group_topk or 1) == 0], ids=str
-)
+@table(("router", "top_k"), [(r, k) for r in ROUTERS for k in (1, 2, 4) if k % (r.group_topk or 1) == 0], ids=str)
 def test_route_equals_a_plain_loop_over_tokens(router, top_k):
     logits = drawn(40, EXPERTS)
     bias = drawn(EXPERTS, seed=2, scale=0.3) if router.expert_bias else torch.zeros(EXPERTS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 
 from dynmo_train.config import DefaultContext, config_of, validate
 from dynmo_train.models.experts.moe import MoeMlp
 from dynmo_train.models.experts.moe_shape import MoeShape
+from tests.tables import table
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 WIDTH, EXPERTS = 8, 4
@@ -63,7 +63,7 @@ def test_forms_of_every_routing_are_accepted():
     }
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@table("name", ACCEPTED)
 def test_router_has_a_gradient_from_the_loss_of_the_model(name):
     assert router_gradient(FORMS[name]) > 1e-2
 

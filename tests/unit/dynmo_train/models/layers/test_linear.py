@@ -18,6 +18,7 @@ from dynmo_train.models.layers.sparse_formats import (
     block_size,
 )
 from dynmo_train.models.layers.sparse_products import csr_pattern
+from tests.tables import table
 
 CPU = torch.device("cpu")
 
@@ -92,7 +93,7 @@ def mask_of(sparsity: float, pattern: str) -> torch.Tensor:
     return (torch.arange(128 * 128) % 100 >= round(100 * sparsity)).view(128, 128)
 
 
-@pytest.mark.parametrize(
+@table(
     ("sparsity", "pattern", "device", "form"),
     [
         (0.84, "spread", "cpu", DENSE),
@@ -128,8 +129,8 @@ def test_sparse_table_block_size_rule_precedes_the_general_one():
     assert SparseTable(thresholds={"cuda.2:4": 0.5, "cuda.2:4-transposable": 0.9}).threshold("cuda.2:4", 1, 1) == 0.5
 
 
-@pytest.mark.parametrize("size", [16, 32, 64])
-@pytest.mark.parametrize("sparsity", [0.25, 0.75, 1.0])
+@table("size", [16, 32, 64])
+@table("sparsity", [0.25, 0.75, 1.0])
 def test_block_linear_equals_dense_product_and_gradients(size, sparsity):
     count = (128 // size) * (192 // size)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(size))

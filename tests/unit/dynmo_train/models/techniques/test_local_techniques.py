@@ -20,6 +20,7 @@ from dynmo_train.models.layers.sparse_formats import SparseTable
 from dynmo_train.models.techniques.early_exit import EXITED, ExitSettings
 from dynmo_train.models.techniques.mixture_of_depths import DepthSettings
 from dynmo_train.models.techniques.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
+from tests.tables import table
 
 CPU = torch.device("cpu")
 TOKENS = 24
@@ -154,8 +155,8 @@ def test_routed_block_attends_within_windows_of_the_sample(shape):
     assert_same(modules, ours, x)
 
 
-@pytest.mark.parametrize("propagate", [False, True], ids=["active keys", "all keys"])
-@pytest.mark.parametrize("shape", SHAPES)
+@table("propagate", [False, True], ids=["active keys", "all keys"])
+@table("shape", SHAPES)
 def test_items_behind_exits_attend_within_windows_of_the_sample(shape, propagate):
     family, modules = made(SHAPES[shape], exits=replace(EXITS, propagate=propagate))
     ids = tokens()
@@ -228,8 +229,8 @@ TECHNIQUES = {
 }
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("shape", SHAPES)
+@table("technique", TECHNIQUES)
+@table("shape", SHAPES)
 def test_decoding_token_by_token_is_the_whole_sequence(shape, technique):
     family, modules = made(SHAPES[shape], **TECHNIQUES[technique])
     for module in modules.values():

@@ -27,6 +27,7 @@ from dynmo_train.models.vocabulary.vocabulary_shards import (
     shard_index,
     subtrees,
 )
+from tests.tables import table
 
 V, D, B, T = 97, 16, 3, 50
 CPU = torch.device("cpu")
@@ -57,8 +58,8 @@ def sharded(weight, x, labels, counts, count, cap=None):
     return whole.losses(weights)[0], whole.input_gradient(weights), gradient
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 5, 8, V])
+@table("masked", [False, True])
+@table("count", [1, 2, 5, 8, V])
 def test_merged_shards_are_the_loss_of_the_whole_layer(count, masked):
     weight, x, labels, counts = problem()
     counts = counts if masked else None
@@ -97,8 +98,8 @@ def test_large_logits_neither_overflow_nor_vanish():
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 12])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@table("count", [1, 3, 8, 12])
+@table("ranks", [1, 2, 3, 4])
 def test_merging_by_rank_first_has_the_same_bits(count, ranks):
     """Each rank merges the nodes of its block; the last rank merges these."""
     weight, x, labels, _ = problem(1)

@@ -7,6 +7,7 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dynmo_train.optim.optimizers.newton_schulz import COEFFICIENTS, iteration_coefficients, orthogonalize
+from tests.tables import table
 
 SHAPES = [(32, 96), (96, 32), (64, 64), (17, 33), (33, 17), (1, 8), (8, 1), (128, 512), (768, 256)]
 
@@ -16,8 +17,8 @@ def matrices(shape, count, scale=1e-2):
     return [(torch.randn(shape, generator=generator) * scale).bfloat16() for _ in range(count)]
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@table("threads", [1, 4])
+@table("shape", SHAPES, ids=str)
 def test_orthogonalize_batch_has_the_bits_of_torch_for_each_matrix(shape, threads):
     """Otherwise the partition of the layers, which decides what is in a batch, would change weights."""
     before = torch.get_num_threads()

@@ -15,6 +15,7 @@ from dynmo_train.models.registry import CAUSAL, family_of, named_as
 from dynmo_train.trainer.checkpoint.engine_checkpoint import check_same_model
 from dynmo_train.trainer.checkpoint.model_options import checkpoint_options, model_options
 from tests.distributed.families import COMMON, SAMPLES
+from tests.tables import table
 from tests.unit.dynmo_train.trainer.checkpoint.test_engine_checkpoint import checkpoint_of
 
 TRAINING = {"lr": 1e-3, "train_iters": 1, "data_path": "none", "micro_batch_size": 1, "seq_length": 16}
@@ -43,7 +44,7 @@ def resolved(model, family, **flags):
     return resolve(flags={**options, **flags}, checkpoint=model_options(model), command={"family": family})
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@table("name", FAMILIES)
 def test_options_of_a_model_give_the_same_model(name):
     stored = FAMILIES[name].manifest()
     config = resolved(stored, stored["family"])
@@ -51,7 +52,7 @@ def test_options_of_a_model_give_the_same_model(name):
     assert config.sources["hidden_size"] == "checkpoint"
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.name in CAUSAL])
+@table("name", [name for name, family in FAMILIES.items() if family.name in CAUSAL])
 def test_decoder_has_the_same_model_under_either_name(name):
     stored = FAMILIES[name].manifest()
     other = CAUSAL[1 - CAUSAL.index(stored["family"])]

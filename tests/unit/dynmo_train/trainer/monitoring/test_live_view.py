@@ -9,6 +9,7 @@ import pytest
 
 from dynmo_train.trainer.monitoring.live_view import LiveView, allocate, bar, chart, duration, state, wrap_parts
 from dynmo_train.trainer.monitoring.run_status import RunStatus, read_run_status
+from tests.tables import table
 from tests.unit.dynmo_train.trainer.monitoring.run_fixture import write_run
 
 SNAPSHOTS = sorted((Path(__file__).parent / "views").glob("*.txt"))
@@ -33,9 +34,9 @@ def test_snapshots_are_found():
     assert [path.stem for path in SNAPSHOTS] == ["100x24", "160x30", "60x24"]
 
 
-@pytest.mark.parametrize("width", [1, 20, 40, 41, 60, 99, 100, 101, 160, 200])
-@pytest.mark.parametrize("height", [1, 5, 10, 24, 60])
-@pytest.mark.parametrize("workers", [0, 1, 4, 100])
+@table("width", [1, 20, 40, 41, 60, 99, 100, 101, 160, 200])
+@table("height", [1, 5, 10, 24, 60])
+@table("workers", [0, 1, 4, 100])
 def test_view_fits_every_terminal(tmp_path, width, height, workers):
     status = read_run_status(write_run(tmp_path / "run", workers=workers))
     for each in (status, dataclasses.replace(status, train_iters=None, loss_curve=[], tokens_per_s_curve=[], plans=[])):

@@ -15,6 +15,7 @@ from dynmo_train.trainer.recovery.state_copy import (
     read_copy,
     write_copy,
 )
+from tests.tables import table
 
 
 def states():
@@ -69,7 +70,7 @@ def test_missing_item_leaves_no_tag():
     assert newest_complete([[((0, 10), ["a"])], [((0, 20), ["b"])], []], ["a", "b"]) is None
 
 
-@pytest.mark.parametrize(
+@table(
     ("nodes", "stages", "targets"),
     [
         ("aa", [0, 1], [1, 0]),
