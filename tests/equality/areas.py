@@ -111,7 +111,7 @@ def _run_group(tree: Tree, inputs: Path, group: Inputs) -> Iterable[tuple[str, A
         words = _filled(run["words"], inputs, folder)
         target = folder / run["folder"]
         with _answering(target, run):
-            done = tree.run("dynmo-train", *words, folder=folder, ranks=run["ranks"], timeout_s=300.0)
+            done = tree.run("dynmo-train", *words, folder=folder, ranks=run["ranks"], timeout_s=900.0)
         value: dict[str, Any] = {"command": run["words"], "exit codes": list(done.codes)}
         if any(done.codes):
             value["stderr"] = normalized(done.err, _names(tree, folder, inputs), is_measured=True).splitlines()[-3:]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 from tests.fuzz.mutations import mutate
 from tests.paths import CONTRACTS, ROOT
@@ -31,12 +32,14 @@ MUTATIONS_PER_FIXTURE = 10
 
 # Layouts that need two processes without a pipeline; their placements need four, which is affordable for some.
 REPLICATED = ("replicas", "ZeRO", "tensor parallel", "sequence parallel", "context parallel", "expert parallel")
-PLACED_OF_REPLICATED = 4  # of so many replicated layouts, one is placed
+PLACED_OF_REPLICATED = 8  # of so many replicated layouts, one is placed
+# Half of the generator's own microbatches: a run takes half as long, and every schedule still has its phases.
+SHORTER = {"global_batch_size": 4}
 
 
 def runs(folder: Path, _old: Path, count: int | None, _scripts: Path | None) -> Inputs:
     """Command lines of the placement generator: a layout without pipeline, and on a random placement."""
-    from tests.distributed.random_placements import FEATURES, draw, write_inputs
+    from tests.distributed.random_placements import COMMON, FEATURES, draw, write_inputs
 
     data = folder / "runs"
     data.mkdir()
@@ -46,7 +49,8 @@ def runs(folder: Path, _old: Path, count: int | None, _scripts: Path | None) -> 
     while left > 0:
         lead = list(FEATURES)[number % len(FEATURES)]
         is_replicated = lead.startswith(REPLICATED)
-        drawn = draw(SEED, number, max_processes=4 if is_replicated else 2)
+        with mock.patch.dict(COMMON, SHORTER):
+            drawn = draw(SEED, number, max_processes=4 if is_replicated else 2)
         number += 1
         if "compiled" in drawn.features and lead != "compiled":
             continue  # compiling takes as long as twenty other runs; its own turns suffice

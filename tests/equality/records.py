@@ -97,7 +97,7 @@ class Record:
         lines = [{"area": self.area, "inputs": self.inputs}]
         lines += [{"key": key, "value": value} for key, value in self.values.items()]
         lines += [{"key": key, "excluded": reason} for key, reason in self.excluded.items()]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{self.area}.jsonl").write_text(text, encoding="utf-8")
 
 
@@ -178,7 +178,7 @@ class Comparison:
 
 
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ... ({len(text)} characters)"
 
 
