@@ -84,9 +84,9 @@ def record(root: Path, inputs: Path, output: Path, areas: Sequence[str], jobs: i
             found = Record(area=area, inputs=digest_of_inputs(inputs, area))
             try:
                 AREAS[area](tree, inputs, json.loads((inputs / f"{area}.json").read_text(encoding="utf-8")), found)
+                found.write(output)
             finally:
                 tree.close()
-        found.write(output)
         after = os.times()
         spent = after.children_user + after.children_system - before.children_user - before.children_system
         say(f"{area}: {len(found.values)} keys, {time.monotonic() - begin:.0f} s, {spent:.0f} s of processor time")

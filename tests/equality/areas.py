@@ -132,7 +132,11 @@ def _run_values(run: Path) -> dict[str, Any]:
         return values | {"checkpoint": None}
     manifest = json.loads(manifests[-1].read_text(encoding="utf-8"))
     tensors = {
-        name: [tensor["dtype"], tensor["shape"], sorted((str(part["index"]), part["crc32"]) for part in tensor["shards"])]
+        name: [
+            tensor["dtype"],
+            tensor["shape"],
+            sorted((str(part["index"]), part["crc32"]) for part in tensor["shards"]),
+        ]
         for name, tensor in manifest.pop("tensors").items()
     }
     return values | {"tensors": json.loads(json.dumps(tensors)), "checkpoint": without(manifest, VOLATILE)}
@@ -281,8 +285,13 @@ def verdicts(tree: Tree, inputs: Path, given: Inputs, record: Record) -> None:
     """Whether each document is accepted, else the paths and kinds of its problems."""
     for key, reason in given["excluded"].items():
         record.exclude(key, reason)
-    for program, words in given["warm_up"]:
-        tree.warm_up(program, *_filled(words, inputs, tree.work))
+    for case in given["warm_up"]:
+        program, *words = _filled(case["command"], inputs / "verdicts", inputs / "verdicts" / case["folder"])
+        tree.warm_up(program, *words)
+    if given["cases"]:
+        place = inputs / "verdicts" / given["cases"][0]["folder"]
+        for readers, kind in (reader for of_format in READERS.values() for reader in of_format.values()):
+            tree.warm_up_reader(readers, place / given["cases"][0]["file"], kind)
     for case, values in zip(
         given["cases"], tree.map(lambda case: _verdicts_of(tree, inputs, case), given["cases"]), strict=True
     ):
@@ -406,10 +415,7 @@ def _script_of_others(tree: Tree, inputs: Path, name: str) -> dict[str, Any]:
     path = str(inputs / "dry_runs" / name)
     names = _names(tree, folder, inputs)
     commands = {"run --dry-run": ("run", "--dry-run", path), "explain-flags": ("explain-flags", path)}
-    return {
-        key: _shown(tree.run("dynmo-train", *words, folder=folder), names) | {}
-        for key, words in commands.items()
-    }
+    return {key: _shown(tree.run("dynmo-train", *words, folder=folder), names) | {} for key, words in commands.items()}
 
 
 def _own_script(tree: Tree, inputs: Path, name: str) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def runs(folder: Path, _old: Path, count: int | None, _scripts: Path | None) -> 
         placed = drawn.placed if not is_replicated or number % PLACED_OF_REPLICATED == 0 else ()
         found = [_run(drawn, "whole", drawn.reference, files, folder, resumes=False)]
         found += [
-            _run(drawn, f"placed {at}", run, files, folder, resumes=at > 0, name="placed") for at, run in enumerate(placed)
+            _run(drawn, f"placed {at}", run, files, folder, resumes=at > 0, name="placed")
+            for at, run in enumerate(placed)
         ]
         groups.append({"number": number - 1, "runs": found[:left]})
         left -= len(found)
@@ -269,8 +270,8 @@ def verdicts(folder: Path, _old: Path, count: int | None, _scripts: Path | None)
         else:
             cases.append(_regression(place, key, path.read_bytes(), *judge))
     cases = cases if count is None else random.Random(SEED).sample(cases, min(count, len(cases)))
-    warm_up = [(program, words) for program, *words in dict((case["command"][0], case["command"]) for case in cases).values()]
-    return {"cases": cases, "excluded": excluded, "warm_up": [[name, ["--help"]] for name, _ in warm_up]}
+    first = {case["command"][0]: case for case in reversed(cases)}
+    return {"cases": cases, "excluded": excluded, "warm_up": list(first.values())}
 
 
 def _common_files(place: Path) -> None:
@@ -379,8 +380,7 @@ def _options(chance: random.Random) -> list[str]:
     words = ["--balancer", chance.choice(BALANCERS), "--granularity", chance.choice(["layer", "sublayer"])]
     if chance.random() < 0.4:
         schedule = chance.choice(SCHEDULES)
-        words += ["--schedule", schedule, "--virtual-stages", "2" if schedule[-1] in "bv" and schedule != "1f1b" else "1"]
-        words[-1] = "2" if schedule in ("interleaved-1f1b", "zb-v", "dualpipe-v") else "1"
+        words += ["--schedule", schedule, "--virtual-stages", "1" if schedule in SCHEDULES[:3] else "2"]
     if chance.random() < 0.3:
         words += ["--microbatches", str(chance.randint(1, 12))]
     if chance.random() < 0.3:
@@ -503,12 +503,19 @@ def checkpoints(folder: Path, _old: Path, count: int | None, _scripts: Path | No
         values = native.true_rows(model["vocab_size"], parameters(model))
         values = {key: value.astype(dtype) for key, value in values.items()}
         state = {**native.optimizer_state(values), **native.masks(values)} if dtype is np.float32 else {}
-        native.save(place / name, {**values, **state}, model)
+        partition = None if model["family"] in ("gpt", "llama") else [list(dict.fromkeys(map(_item, values)))]
+        native.save(place / name, {**values, **state}, model, partition=partition, ties=families.ties(model))
         chains += _pairs(name, "native", FORMATS) + [_topologies(name)]
     for name in _save_decoders(place):
         chains += _pairs(name, "hf", DECODER_FORMATS)
     warm_up = ["convert", "{inputs}/gpt", "{folder}/warm-up", "--to", "hf"]
     return {"chains": chains[:count], "warm_up": warm_up}
+
+
+def _item(tensor: str) -> str:
+    """The item of a tensor of a BERT or T5: ``encoder.layers.0`` of ``encoder.layers.0.mlp.fc1.weight``."""
+    found = re.match(r"((?:en|de)coder\.)?(?:layers\.\d+|\w+)", tensor)
+    return found[0] if found else tensor
 
 
 def _save_decoders(place: Path) -> list[str]:

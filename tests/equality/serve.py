@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -54,8 +55,7 @@ def _call_reader(request: dict[str, Any]) -> None:
         with contextlib.suppress(ImportError, AttributeError):
             read = _function(name)
             break
-    path = Path(request["argument"])
-    argument = {"bytes": path.read_bytes, "str": lambda: str(path), "path": lambda: path}[request["as"]]()
+    argument: Any = request["argument"] if request["as"] == "str" else Path(request["argument"])
     print(json.dumps({"no reader of": request["readers"]} if read is None else _verdict(read, argument)))
 
 
@@ -106,6 +106,7 @@ def _preload(path: Path) -> None:
     for name in json.loads(path.read_text(encoding="utf-8")) if path.exists() else ():
         with contextlib.suppress(Exception):  # a module that only its importer prepares
             importlib.import_module(name)
+    gc.freeze()  # a collection in a child would copy every page
 
 
 def serve(entry: Callable[[], Any], requests: Any, answers: Any) -> Callable[[], Any] | None:

@@ -127,13 +127,17 @@ class Tree:
 
     def warm_up(self, program: str, *words: str) -> None:
         """Run a command in each server, so that later commands find its modules loaded."""
-        folder = Path(tempfile.mkdtemp(dir=self.work))
+        self._warm_up(program, {"words": words})
+
+    def warm_up_reader(self, readers: Sequence[str], argument: Path, kind: str) -> None:
+        """Load the modules of a public reader in each server."""
+        self._warm_up("dynmo-train", {"readers": list(readers), "argument": str(argument), "as": kind})
+
+    def _warm_up(self, program: str, request: dict[str, Any]) -> None:
         servers = self._servers_of(program)
-        for number in range(self.jobs):
-            server = servers.get()
-            place = folder / str(number)
-            place.mkdir()
-            server.ask({"words": words, "modules": str(place / "modules")}, place, _ranks(1), 300.0)
+        for _ in range(self.jobs):
+            server, place = servers.get(), Path(tempfile.mkdtemp(dir=self.work))
+            server.ask({**request, "modules": str(place / "modules")}, place, _ranks(1), 300.0)
             servers.put(server)
 
     def map(self, function: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[Any]:
@@ -142,12 +146,13 @@ class Tree:
             yield from pool.map(function, jobs)
 
     def close(self) -> None:
-        """End the servers."""
+        """End the servers, which have no command by now and nothing to save."""
         for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.close()
-        for process in self._processes:
-            process.wait(timeout=30)
+            process.kill()
+            process.wait()
+            for end in (process.stdin, process.stdout):
+                if end is not None:
+                    end.close()
 
 
 class _Server:
