@@ -168,7 +168,7 @@ def main(words: Sequence[str]) -> int:
     given: Any = _parser(command=command).parse_args(words[command != "commits" :])
     if command == "compare":
         return compare_records(given.old, given.new, given.area, given.accepted)
-    if given.count is not None and given.count < 1 or given.jobs < 1:
+    if (given.count is not None and given.count < 1) or given.jobs < 1:
         say("error: --count and --jobs must be at least 1")
         return 2
     with tempfile.TemporaryDirectory(prefix="dynmo-equality-") as place:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 30 * 60
-GRACE_S = 5
+GRACE_S = 10
 PR_SET_CHILD_SUBREAPER = 36
 PYTHON = sys.executable
 # Peers that need other versions of packages than the rest: requirements, and the tests that they are for. What they

@@ -148,6 +148,7 @@ def parallel(run_folder: Path) -> dict[str, int]:
     return json.loads((run_folder / "run.json").read_text())["config"]["parallel"]
 
 
+@pytest.mark.complete
 def test_script_of_torch_distributed_launch_trains_and_resumes(place):
     settings = ("model=gpt", "CHECKPOINT_PATH=launched", f"MODEL_ARGS={MODEL}", "WORLD_SIZE=2")
     options = [word for setting in settings for word in ("--set", setting)]
@@ -166,6 +167,7 @@ def test_script_of_torchrun_trains_and_resumes(place):
     assert parallel(place / "run by torchrun")["data_parallel_size"] == 2
 
 
+@pytest.mark.complete
 def test_script_of_deepspeed_trains_and_resumes(place):
     folder = place / "deepspeed"
     folder.mkdir()
@@ -178,6 +180,7 @@ def test_script_of_deepspeed_trains_and_resumes(place):
     assert (parallel(folder / "out")["zero_stage"], parallel(folder / "out")["data_parallel_size"]) == (2, 2)
 
 
+@pytest.mark.complete
 def test_script_of_srun_trains_in_a_job(place):
     """The commands of Slurm are stand-ins; ``test_slurm.py`` has the real ones."""
     folder = place / "slurm"
@@ -197,6 +200,7 @@ def test_script_of_srun_trains_in_a_job(place):
     assert parallel(folder / "out")["pipeline_model_parallel_size"] == 2
 
 
+@pytest.mark.complete
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
 def test_script_of_the_harness_evaluates(place):
     folder = place / "harness"

@@ -142,7 +142,7 @@ def _run_values(run: Path) -> dict[str, Any]:
     return values | {"tensors": json.loads(json.dumps(tensors)), "checkpoint": without(manifest, VOLATILE)}
 
 
-class _answering:  # noqa: N801 - used as a function
+class _answering:
     """Within: a planner that moves layers and releases workers where the run's input says so.
 
     It speaks to the trainer through the documents of the run directory, as any external planner does.

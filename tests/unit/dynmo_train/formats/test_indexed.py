@@ -9,7 +9,6 @@ import pytest
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train.formats.indexed import open_indexed
-from tests.tables import table
 
 
 def index_bytes(lengths, pointers, documents, *, code=8, version=1, magic=b"MMIDIDX\x00\x00"):
