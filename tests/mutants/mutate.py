@@ -9,7 +9,6 @@ Before that the same tests run on an unchanged copy, so that a test that fails a
 
     python tests/mutants/mutate.py                     # all; prints one line a mutant
     python tests/mutants/mutate.py tied-gradient crc   # those whose name contains one of the words
-    python tests/mutants/mutate.py --write             # all, and write results.md
 
 Exit code 0: all were caught; 1: some survived, or their tests could not run; 2: usage.
 """
@@ -33,7 +32,6 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 TABLE = FOLDER / "mutants.toml"
-RESULTS = FOLDER / "results.md"
 TIMEOUT_S = 900
 FAILED, PASSED = 1, 0  # exit codes of pytest; any other one means that the tests did not run
 
@@ -152,43 +150,13 @@ def failing_before(tests: Iterable[tuple[str, ...]]) -> list[str]:
     return failing
 
 
-def results_table(outcomes: Sequence[Outcome], commit: str) -> str:
-    """The committed table of a complete run."""
-    caught = sum(outcome.is_caught for outcome in outcomes)
-    lines = [
-        "# Mutants: which test catches which fault",
-        "",
-        f"{caught} of {len(outcomes)} caught at commit {commit}.",
-        "Made by `python tests/mutants/mutate.py --write`; the patches are in `mutants.toml`.",
-        "`seconds` is the time of pytest up to its first failure, on two shared cores.",
-        "",
-        "| mutant | package | fault | caught by | seconds |",
-        "|---|---|---|---|---|",
-    ]
-    for outcome in outcomes:
-        mutant = outcome.mutant
-        test = outcome.caught_by.partition("\n")[0].replace("|", "\\|")
-        cells = [mutant.name, f"`{mutant.package}`", mutant.fault, f"`{test}`", f"{outcome.seconds:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def commit_hash() -> str:
-    """The commit of the tree."""
-    done = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script; returns its exit code."""
     parser = argparse.ArgumentParser(description="See that the tests catch the named faults of mutants.toml.")
     parser.add_argument("names", nargs="*", help="run the mutants whose name contains one of these; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1)")
-    parser.add_argument("--write", action="store_true", help="write results.md; needs a complete run")
     parser.add_argument("--skip-baseline", action="store_true", help="do not run the tests without any fault first")
     options = parser.parse_args(arguments)
-    if options.write and options.names:
-        parser.error("--write needs a complete run: leave out the names")
     mutants = [m for m in read_table() if not options.names or any(word in m.name for word in options.names)]
     if not mutants:
         parser.error(f"no mutant has {' or '.join(options.names)} in its name")
@@ -206,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(  # noqa: T201 - a script
                 f"{verdict}: {outcome.mutant.name} | {outcome.caught_by} | {outcome.seconds:.1f} s", flush=True
             )
-    if options.write:
-        RESULTS.write_text(results_table(outcomes, commit_hash()), encoding="utf-8")
+    caught = sum(outcome.is_caught for outcome in outcomes)
+    print(f"{caught} of {len(outcomes)} mutants caught")  # noqa: T201 - a script
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1
 
 
