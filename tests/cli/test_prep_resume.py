@@ -129,6 +129,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.complete
 def test_ctrl_c_leaves_no_partial_files_and_the_run_resumes(tmp_path, prep):
     """Ctrl-C is sent after the second of several tasks, counted by the process itself."""
     source = documents(tmp_path / "in.jsonl")
