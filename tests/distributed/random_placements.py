@@ -61,7 +61,7 @@ COMMON: Options = {
     "microbatches": 4,
     "train_iters": STEPS,
     "lr": 2e-3,
-    # Two documents to train on: samples come again every two or three steps, which the cache of frozen outputs needs.
+    # 18 samples to train on, which come again: the cache of frozen outputs needs that.
     "split": "20,40,40",
     "eval_iters": 1,
     "eval_interval": STOP,
@@ -89,9 +89,11 @@ PRUNED: Options = {
     "pruning_freq": 2,
     "final_sparsity": 0.5,
 }
-CACHED: Options = {"freeze_schedule": "2:1,4:2", "freeze_cache_activations": 4}
+CACHED: Options = {"freeze_schedule": "1:1,3:2", "freeze_cache_activations": 4}
 UNTIED: Options = {"untie_embeddings_and_output_weights": True}
-EXITS: Options = {"early_exit_layers": "0,1", "early_exit_threshold": 0.01}
+# With weights of this size a part of the tokens exits at these thresholds; a tied and scaled embedding needs less.
+EXITS: Options = {"early_exit_layers": "0", "early_exit_threshold": 0.03}
+WIDE: Options = {"init_method_std": 0.15}
 # Options that fix the mathematics, by feature; of several alternatives one is drawn.
 FEATURES: dict[str, tuple[Options, ...]] = {
     "dropout": ({"hidden_dropout": 0.1}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
@@ -158,7 +160,11 @@ FEATURES: dict[str, tuple[Options, ...]] = {
         },
     ),
     "mixture of depths": ({"mod_capacity": 0.5},),
-    "early exit": (EXITS, {**EXITS, "early_exit_layers": "0"}, {**EXITS, "early_exit_key_values": "skip"}),
+    "early exit": (
+        EXITS,
+        {**EXITS, "early_exit_layers": "0,1", "early_exit_threshold": 0.015},
+        {**EXITS, "early_exit_key_values": "skip"},
+    ),
     "saturation exits": ({**EXITS, "early_exit_measure": "saturation", "early_exit_threshold": 0.9},),
     "classified exits": (
         {**EXITS, "early_exit_measure": "classifier", "early_exit_threshold": 0.047, "early_exit_loss_tokens": 0.5},
@@ -185,8 +191,7 @@ DECODER: Options = {
     name: value for name, value in decoder_options.COMMON.items() if name not in COMMON and "vocab" not in name
 } | {"vocab_size": 97, "max_position_embeddings": None}
 FAMILIES: dict[str, Options] = {
-    "gpt": {"family": "gpt", "vocab_size": 97},
-    "bert": {"family": "bert", **SENTENCES},
+    "bert": {"family": "bert", **WIDE, **SENTENCES},
     "ict": {
         "family": "ict",
         "num_layers": 2,
@@ -225,12 +230,12 @@ PLANNED: Options = {"balance": "online", "planner": "external", "balance_lockste
 TRIES = 8
 # Family, features, pipeline ranks of the two runs, and what is between them, by schedule; see ``canonical``.
 CANONICAL: dict[str, tuple[str, tuple[str, ...], tuple[int, int], str]] = {
-    "gpipe": ("gpt", ("dropout", "pruning", "freezing"), (2, 3), RESUMED),
+    "gpipe": ("gpt2", ("dropout", "pruning", "freezing"), (2, 3), RESUMED),
     "1f1b": ("qwen2", ("fp16", "untied", "cached freezing"), (2, 3), "release"),
-    "interleaved-1f1b": ("bert", ("ZeRO 2", "structured pruning"), (2, 2), RESUMED),
-    "zero-bubble": ("gpt", ("dropout", "early exit", "adaptive freezing"), (3, 4), KILLED),
+    "interleaved-1f1b": ("bert", ("replicas", "structured pruning"), (2, 2), RESUMED),
+    "zero-bubble": ("gpt2", ("dropout", "early exit", "adaptive freezing"), (3, 4), KILLED),
     "zb-v": ("deepseek_v3, further tokens", ("vocabulary parallel", "mixture of depths"), (3, 2), RESUMED),
-    "dualpipe-v": ("t5", ("bf16", "sparse attention", "freezing"), (2, 2), KILLED),
+    "dualpipe-v": ("t5", ("ZeRO 3", "bf16", "freezing"), (2, 2), KILLED),
 }
 Pair = tuple[str, str]
 
@@ -525,7 +530,7 @@ def draw(
 def write_inputs(folder: Path) -> dict[str, Options]:
     """Data sets of all families in a folder; options that name them, by ``--family``."""
     sentences, vocabulary = write_sentences(folder)
-    causal: Options = {"data_path": str(write_data(folder / "causal", documents=10, lengths=(60, 90)))}
+    causal: Options = {"data_path": str(write_data(folder / "causal", documents=20, lengths=(60, 90)))}
     masked: Options = {"data_path": str(sentences), "vocab_file": str(vocabulary)}
     return {"gpt": causal, "llama": causal, "bert": masked, "ict": masked, "t5": masked}
 
@@ -660,11 +665,12 @@ def differences(drawn: Drawn, folder: Path, inputs: dict[str, Options]) -> Itera
 
 
 def counts_of(folder: Path) -> dict[str, int]:
-    """Moves and releases of the placement's runs."""
+    """Moves of layers and of experts, and releases, in the placement's runs."""
     placed = folder / "placed"
     results = [line for line in lines(placed / "profile.jsonl") if line["record"] == "plan_result"]
     return {
         "moves": sum(line["result"] == "applied" for line in results),
+        "moves of experts": len(events(placed, "experts_moved")),
         "releases": len(events(placed, "released")),
     }
 
@@ -749,7 +755,7 @@ class Matrix:
         labels = len(LABELS) - (not self.compiler)
         return (
             f"{self.num_drawn} layouts of seed {self.seed}: {len(self.layouts)} of {labels} labels and"
-            f" {len(self.pairs)} pairs of them, {self.counts['moves']} moves, {self.counts['releases']} releases;"
+            f" {len(self.pairs)} pairs of them, {', '.join(f'{count} {name}' for name, count in self.counts.items())};"
             f" {len(self.reports)} differ"
         )
 

@@ -31,6 +31,7 @@ from tests.distributed.random_placements import (
     valid_pair,
     write_inputs,
 )
+from tests.distributed.whole_runs import lines
 
 MINUTES = float(os.environ.get("DYNMO_LAYOUT_MINUTES", "4"))
 ALL_MINUTES = float(os.environ.get("DYNMO_LAYOUT_MINUTES", "60"))
@@ -43,11 +44,24 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+def assert_techniques_act(drawn, run):
+    """Equal bits prove nothing of a technique that does nothing."""
+    trained = [line for line in lines(run / "metrics.jsonl") if "lm_loss" in line]
+    kinds = {event["kind"] for event in lines(run / "events.jsonl")}
+    if "early exit" in drawn.features:
+        assert any(0 < line["exit_share"] < 1 for line in trained)
+    if "mixture of depths" in drawn.features:
+        assert all(0 < line["depth_share"] < 1 for line in trained)
+    assert ("pruned" in kinds) == any("pruning" in name for name in drawn.features)
+    assert ("frozen" in kinds) == any("freezing" in name for name in drawn.features)
+
+
 @pytest.mark.parametrize("schedule", CANONICAL)
 def test_canonical_layout_has_the_same_bits(schedule, inputs, tmp_path):
     drawn = canonical(schedule)
     problems = list(differences(drawn, tmp_path, inputs))
     assert not problems, report_of(drawn, problems, f"--canonical {schedule}")
+    assert_techniques_act(drawn, tmp_path / "whole")
 
 
 def train_drawn(minutes, compiler, folder, inputs, record_property):
@@ -82,7 +96,7 @@ def test_layout_that_differs_is_reported_with_its_commands(inputs, tmp_path):
     assert "python -m tests.distributed.random_placements --seed 5 --number 3" in report
     assert command_line(wrong.reference) in report
     assert "--lr 0.001" in report
-    assert counts_of(tmp_path) == {"moves": 0, "releases": 0}
+    assert set(counts_of(tmp_path).values()) == {0}
 
 
 def test_drawn_layouts_are_the_same_for_a_seed():
@@ -106,7 +120,7 @@ def test_pair_of_features_is_valid_or_refused_with_one_reason():
         [one, *_], [two, *_] = FEATURES[first], FEATURES[second]
         if any(one.get(name, value) != value for name, value in two.items()):
             continue
-        problems = problems_of(reference_of({**FAMILIES["gpt"], **one, **two}))
+        problems = problems_of(reference_of({**FAMILIES["gpt2"], **one, **two}))
         assert len(problems) <= 1, (first, second, problems)
         assert all(len(problem.message.splitlines()) == 1 for problem in problems)
 
