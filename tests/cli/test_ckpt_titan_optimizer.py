@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from tests.tables import table
 from tests.unit.dynmo_ckpt import titan_facts as facts
 from tests.unit.dynmo_ckpt.titan_facts import MODELS, save_theirs, titan_state
 
@@ -59,8 +58,8 @@ def to_native(ckpt, tmp_path, *more, code=0):
     return ckpt("convert", tmp_path / "titan", tmp_path / "native", "--to", "native", *config, *more, code=code)
 
 
-@table("form", FORMS)
-@table("name", MODELS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
 def test_titan_moments_have_the_rows_of_their_weights(tmp_path, ckpt, name, form):
     """The same numbers as weights of transformers, through another reader, give the same tensors."""
     case = Case(name, tmp_path, form)
@@ -77,8 +76,8 @@ def test_titan_moments_have_the_rows_of_their_weights(tmp_path, ckpt, name, form
     assert [key for key, each in expected.items() if not torch.equal(each, found[key])] == []
 
 
-@table("form", ["separate", "fused"])
-@table("name", MODELS)
+@pytest.mark.parametrize("form", ["separate", "fused"])
+@pytest.mark.parametrize("name", MODELS)
 def test_titan_state_that_is_written_continues_bit_for_bit(tmp_path, ckpt, name, form):
     """Into another AdamW, with other moments and settings: a further step gives the weights of the original."""
     case = Case(name, tmp_path, form)

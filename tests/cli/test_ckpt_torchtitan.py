@@ -37,8 +37,8 @@ def test_titan_output_has_the_names_and_elements_of_torchtitan(tmp_path, ckpt, n
     assert [key for key in expected if not same_elements(found[key], expected[key])] == []
 
 
-@table("is_older", [False, True], ids=["0.3", "0.2"])
-@table("name", MODELS)
+@pytest.mark.parametrize("is_older", [False, True], ids=["0.3", "0.2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_titan_input_has_each_tensor_of_transformers(tmp_path, ckpt, name, is_older):
     theirs = save_theirs(name, tmp_path / "hf")
     state = titan_state(name, theirs)

@@ -81,10 +81,12 @@ def test_schema_x_keys_are_accepted(written):
         (["note"], "free"),
     ],
 )
-def test_schema_and_reader_invalid_run_is_refused(written, place, value):
-    assert not VALIDATOR.is_valid(changed(written, place, value))
+def test_schema_and_reader_invalid_run_is_refused(written, tmp_path, place, value):
+    path = tmp_path / "run.json"
+    path.write_bytes(written.read_bytes())
+    assert not VALIDATOR.is_valid(changed(path, place, value))
     with pytest.raises(UsageError, match=r"run\.json"):
-        read_run(written)
+        read_run(path)
 
 
 @pytest.mark.parametrize("place", [["config", "model", "num_layers"], ["config_sources", "model", "num_layers"]])

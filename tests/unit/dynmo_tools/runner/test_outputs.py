@@ -13,7 +13,6 @@ import pytest
 
 from dynmo_tools import cli
 from dynmo_tools.formats.indexed import IndexedReader
-from tests.tables import table
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ COMMANDS = {
 }
 
 
-@table("name", COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_output_that_exists_is_refused_without_overwrite(prep, tmp_path, name):
     arguments, output, file = COMMANDS[name]
     if name.endswith("-indexed"):
