@@ -5,9 +5,9 @@
     python tests/compare_commits.py compare DIR DIR                         # compare two such folders
 
 OLD, NEW and COMMIT are commits, or paths of folders (with a slash). Exits with 0 if all is equal, 1 if something
-differs, 2 for a wrong use. Only the four commands, formats and documents of a tree are used, never its modules, so that
-commits with other modules can be compared. `tests/equality/inputs.py` makes the inputs once for both; a record has them,
-so that ``record NEW -o new --inputs old`` gives a later commit the same ones.
+differs, 2 for a wrong use. Only the four commands, formats and documents of a tree are used, never its modules, so
+that commits with other modules can be compared. `tests/equality/inputs.py` makes the inputs once for both; a record
+keeps them, so that ``record NEW -o new --inputs old`` gives a later commit the same ones.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from tests.equality.areas import AREAS  # noqa: E402 - the root has to be on the path
-from tests.equality.inputs import MAKERS  # noqa: E402
+from tests.equality.inputs import make  # noqa: E402
 from tests.equality.records import Record, compare, read_accepted, read_record  # noqa: E402
 from tests.equality.trees import MissingCommitError, Tree, checkout  # noqa: E402
 
 
 def say(text: str) -> None:
     """Print progress on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
-def make_inputs(folder: Path, old: Path, areas: Sequence[str], count: int | None, scripts: Path | None) -> None:
+def make_inputs(folder: Path, old: Path, areas: Sequence[str], given: argparse.Namespace) -> None:
     """Make the inputs of areas in a folder.
 
     Args:
         folder: of all inputs; areas that it has already are left as they are.
         old: tree whose documents and scripts are executed.
         areas: names.
-        count: number of runs, plans, cases, documents, chains or scripts of an area; None: the area's own.
-        scripts: folder of more scripts for dry runs.
+        given: the options of the command line.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for area in areas:
         if not (folder / f"{area}.json").exists():
             say(f"{area}: make inputs")
-            given = MAKERS[area](folder, old, count, scripts)
-            (folder / f"{area}.json").write_text(json.dumps(given, indent=1), encoding="utf-8")
+            made = make(area, folder, old, count=given.count, only=given.only, scripts=given.scripts)
+            (folder / f"{area}.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
 
 
 def digest_of_inputs(folder: Path, area: str) -> str:
@@ -105,7 +105,9 @@ def compare_records(old: Path, new: Path, areas: Sequence[str] | None, accepted:
     for area in chosen:
         found = compare(read_record(old / f"{area}.jsonl"), read_record(new / f"{area}.jsonl"), patterns)
         differ |= bool(found.differences)
-        print("\n".join(found.report()), flush=True)
+        text = "".join(f"{line}\n" for line in found.report())
+        sys.stdout.write(text.encode("utf-8", "backslashreplace").decode("utf-8"))
+        sys.stdout.flush()
     return int(differ)
 
 
@@ -116,7 +118,7 @@ def compare_commits(given: argparse.Namespace, place: Path) -> int:
         say(f"error: --records {records}: must be empty or absent")
         return 2
     trees = {name: checkout(commit, place / name) for name, commit in (("old", given.old), ("new", given.new))}
-    make_inputs(records / "inputs", trees["old"], areas, given.count, given.scripts)
+    make_inputs(records / "inputs", trees["old"], areas, given)
     for name, root in trees.items():
         say(f"{name}: {getattr(given, name)}")
         record(root, records / "inputs", records / name, areas, given.jobs)
@@ -133,7 +135,7 @@ def record_commit(given: argparse.Namespace, place: Path) -> int:
             say(f"error: --inputs {given.inputs}: has no inputs of {', '.join(lacking)}; choose areas with --area")
             return 2
         shutil.copytree(given.inputs / "inputs", given.output / "inputs", dirs_exist_ok=True)
-    make_inputs(given.output / "inputs", root, areas, given.count, given.scripts)
+    make_inputs(given.output / "inputs", root, areas, given)
     record(root, given.output / "inputs", given.output, areas, given.jobs)
     return 0
 
@@ -144,6 +146,9 @@ def _parser(*, command: str) -> argparse.ArgumentParser:
     parser.add_argument("--area", action="append", choices=list(AREAS), help="compare this area; repeatable")
     if command != "compare":
         parser.add_argument("--count", type=int, help="number of runs, plans, cases, ... of an area")
+        parser.add_argument(
+            "--only", metavar="PATTERN", help="names of the runs, plans, cases, ... of an area, such as '17*'"
+        )
         parser.add_argument("--scripts", type=Path, help="folder of more scripts for dry runs")
         parser.add_argument("--jobs", type=int, default=2, help="commands at the same time")
     if command != "record":

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.documents.markdown import blocks
 from tests.documents.test_document_runs import EXACT_OUTPUT, SUBMITTERS, files, runnable
 from tests.equality.records import Record, digest, normalized, without
 from tests.equality.trees import Done, Tree
@@ -241,7 +240,8 @@ def _document(tree: Tree, inputs: Path, name: str) -> dict[str, Any]:
 def _bash(script: str, folder: Path, environment: Mapping[str, str]) -> tuple[tuple[str, str], int]:
     with (folder.parent / "out").open("wb") as out, (folder.parent / "err").open("wb") as err:
         process = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
         )  # fmt: skip
         try:
             code = process.wait(900)
@@ -491,4 +491,3 @@ AREAS: Mapping[str, Callable[[Tree, Path, Inputs, Record], None]] = MappingProxy
         "runs": runs,
     }
 )
-_ = blocks

@@ -7,12 +7,13 @@ names; ``{inputs}`` in a command stands for that folder, ``{folder}`` for an emp
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import random
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -477,8 +478,12 @@ def _header(chance: random.Random) -> Inputs:
 
 # ---------------------------------------------------------------- checkpoints
 
-FORMATS = ("native", "hf", "legacy", "dcp", "titan", "deepspeed", "gguf")
-TOPOLOGY: Mapping[str, list[str]] = MappingProxyType(dict.fromkeys(("native", "legacy", "deepspeed"), ["--tp", "2"]))
+FORMATS = ("native", "hf", "legacy", "dcp", "titan", "deepspeed")
+ONLY_WRITTEN = ("gguf",)
+TITAN = ("llama", "llama-f16")  # of the native models, those that torchtitan has
+TOPOLOGY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {kind: ("--tp", "2") for kind in ("native", "legacy", "deepspeed")}
+)
 DECODER_FORMATS = ("hf", "native", "dcp", "titan")
 
 
@@ -505,9 +510,10 @@ def checkpoints(folder: Path, _old: Path, count: int | None, _scripts: Path | No
         state = {**native.optimizer_state(values), **native.masks(values)} if dtype is np.float32 else {}
         partition = None if model["family"] in ("gpt", "llama") else [list(dict.fromkeys(map(_item, values)))]
         native.save(place / name, {**values, **state}, model, partition=partition, ties=families.ties(model))
-        chains += _pairs(name, "native", FORMATS) + [_topologies(name)]
+        sources = [kind for kind in FORMATS if kind != "titan" or name in TITAN]
+        chains += [*_pairs(name, "native", sources, (*FORMATS, *ONLY_WRITTEN)), _topologies(name)]
     for name in _save_decoders(place):
-        chains += _pairs(name, "hf", DECODER_FORMATS)
+        chains += _pairs(name, "hf", DECODER_FORMATS, DECODER_FORMATS)
     warm_up = ["convert", "{inputs}/gpt", "{folder}/warm-up", "--to", "hf"]
     return {"chains": chains[:count], "warm_up": warm_up}
 
@@ -532,17 +538,17 @@ def _save_decoders(place: Path) -> list[str]:
     return list(DECODERS)
 
 
-def _pairs(name: str, first: str, formats: tuple[str, ...]) -> list[Inputs]:
+def _pairs(name: str, first: str, sources: Sequence[str], targets: Sequence[str]) -> list[Inputs]:
     """A chain per source format: first the source itself, then each target."""
     chains = []
-    for source in formats:
+    for source in sources:
         at = "{inputs}/" + name
         steps = []
         if source != first:
             steps.append(_step(f"{first} to {source}", ["convert", at, "{folder}/source"], source))
             at = "{folder}/source"
         steps.append({"name": f"{source} info", "out": "none", "words": ["info", at, "--format", "json"]})
-        for target in formats:
+        for target in targets:
             step = _step(f"{source} to {target}", ["convert", at, f"{{folder}}/{target}"], target)
             steps.append(step | {"name": f"from {step['name']}"})
         chains.append({"name": f"{name}/{source}", "steps": steps})
@@ -550,7 +556,9 @@ def _pairs(name: str, first: str, formats: tuple[str, ...]) -> list[Inputs]:
 
 
 def _step(name: str, words: list[str], target: str) -> Inputs:
-    words = [*words, "--to", target, "--no-check-logits", "--with-optimizer-if-present", *TOPOLOGY.get(target, ())]
+    # The checkpoints record no betas and epsilon, which torchtitan's optimizer state has.
+    state = "--no-optimizer" if target == "titan" else "--with-optimizer-if-present"
+    words = [*words, "--to", target, "--no-check-logits", state, *TOPOLOGY.get(target, ())]
     return {"name": name, "out": words[2].removeprefix("{folder}/"), "words": words}
 
 
@@ -655,3 +663,33 @@ MAKERS: Mapping[str, Callable[[Path, Path, int | None, Path | None], Inputs]] = 
         "runs": runs,
     }
 )
+# List of an area's inputs that --only and --count choose from, and the field that names a member; None: itself.
+CHOSEN_BY: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
+    {
+        "help": {"programs": None},
+        "dry_runs": {"scripts": None, "own": None},
+        "plans": {"problems": "key"},
+        "verdicts": {"cases": "key"},
+        "checkpoints": {"chains": "name"},
+        "documents": {"documents": None},
+        "runs": {"groups": "number"},
+    }
+)
+
+
+def make(area: str, folder: Path, old: Path, *, count: int | None, only: str | None, scripts: Path | None) -> Inputs:
+    """Make the inputs of an area.
+
+    Args:
+        area: its name.
+        folder: of all inputs.
+        old: tree whose documents and scripts are executed.
+        count: number of runs, plans, cases, documents, chains or scripts; None: the area's own.
+        only: pattern of their names.
+        scripts: folder of more scripts for dry runs.
+    """
+    given = MAKERS[area](folder, old, None if only else count, scripts)
+    for name, field in CHOSEN_BY[area].items() if only else ():
+        found = [each for each in given[name] if fnmatch.fnmatchcase(str(each if field is None else each[field]), only)]
+        given[name] = found[:count]
+    return given

@@ -34,8 +34,14 @@ _NUMBER = r"\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?"
 # Of commands that measure: durations and rates.
 MEASURED = (
     (re.compile(rf"\b{_NUMBER} ?(ns|us|µs|ms|s|min|h)\b"), r"{duration}"),
-    (re.compile(rf"\b{_NUMBER}(?: ?[kKMGT]?i?B| ?[kKMGTP]?FLOPS| tokens| samples| documents| rows)?(?:/s| per s)"), "{rate}"),
+    (
+        re.compile(
+            rf"\b{_NUMBER}(?: ?[kKMGT]?i?B| ?[kKMGTP]?FLOPS| tokens| samples| documents| rows)?(?:/s| per s)"
+        ),
+        "{rate}",
+    ),
     (re.compile(r"(\((?:ms|s|TFLOP/s)\): *)" + _NUMBER), r"\1{duration}"),
+    (re.compile(rf"\b{_NUMBER} [kMG]i?B of memory"), "{memory} of memory"),
     (re.compile(r"\b\d+:\d\d:\d\d\b|\b\d\d:\d\d\b"), "{duration}"),
 )  # fmt: skip
 

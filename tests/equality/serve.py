@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,15 @@ def _verdict(read: Callable[..., Any], argument: Any) -> dict[str, Any]:
 
 
 def _call_reader(request: dict[str, Any]) -> None:
-    """Print the verdict of the first of the named readers that this tree has."""
+    """Write the verdict of the first of the named readers that this tree has."""
     read = None
     for name in request["readers"]:
         with contextlib.suppress(ImportError, AttributeError):
             read = _function(name)
             break
     argument: Any = request["argument"] if request["as"] == "str" else Path(request["argument"])
-    print(json.dumps({"no reader of": request["readers"]} if read is None else _verdict(read, argument)))
+    verdict = {"no reader of": request["readers"]} if read is None else _verdict(read, argument)
+    sys.stdout.write(json.dumps(verdict))
 
 
 def _become_child(request: dict[str, Any], rank: int) -> None:
@@ -118,7 +120,7 @@ def serve(entry: Callable[[], Any], requests: Any, answers: Any) -> Callable[[],
             pid = os.fork()
             if pid == 0:
                 _become_child(request, rank)
-                return (lambda: _call_reader(request)) if "readers" in request else entry
+                return partial(_call_reader, request) if "readers" in request else entry
             pids.append(pid)
         codes = _wait(pids, request["timeout_s"])
         if request.get("modules"):

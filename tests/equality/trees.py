@@ -36,9 +36,9 @@ class MissingCommitError(Exception):
 
 
 def checkout(name: str, folder: Path) -> Path:
-    """The tree of a commit, unpacked into a folder; a path of a folder is that folder itself."""
+    """The tree of a commit, or the tracked files of a folder, copied into a folder."""
     if os.sep in name and Path(name).is_dir():
-        return Path(name).resolve()
+        return copy_tracked(Path(name).resolve(), folder)
     found = subprocess.run(
         ["git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"], cwd=ROOT, capture_output=True, check=False
     )
@@ -48,6 +48,21 @@ def checkout(name: str, folder: Path) -> Path:
     with tarfile.open(fileobj=BytesIO(packed)) as archive:
         archive.extractall(folder, filter="data")
     return folder
+
+
+def copy_tracked(source: Path, target: Path) -> Path:
+    """Copy the files of a folder: those that git tracks or would add; all of them where it is no work tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=source, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode:
+        return source
+    for name in filter(None, listed.stdout.split("\0")):
+        if (source / name).is_file():  # a deleted file is still tracked
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, target / name)
+    return target
 
 
 @dataclass(frozen=True, kw_only=True)
