@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dynmo_balance.formats.plan import CUSTOM
 from dynmo_balance.planning.custom_schedule import operation_times, search_custom_schedules
 from dynmo_balance.schedules.list_scheduler import RULES, list_order

@@ -37,14 +37,6 @@ def test_open_indexed_reads_a_dataset(tmp_path):
     assert data.tokens.tolist() == [5, 6, 7, 8, 9]
 
 
-
-
-
-
-
-
-
-
 def test_open_indexed_without_a_file_names_it(tmp_path):
     (tmp_path / "x.idx").write_bytes(GOOD)
     with pytest.raises(DocumentError, match=r"x\.bin: no such file"):

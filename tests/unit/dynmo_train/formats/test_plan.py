@@ -90,18 +90,6 @@ def test_parse_plan_interleaved_stages_are_in_rotation():
     assert plan.workers == (3, 5)
 
 
-
-
-
-
-
-
-
-
-
-
-
-
 def test_read_plan_number_must_match_the_file_name(tmp_path):
     (tmp_path / "plan-000002.json").write_text(json.dumps(proposal()))
     with pytest.raises(DocumentError, match="the file name has 2"):
