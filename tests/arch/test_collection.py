@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import suite
 from tests.conftest import IS_COMPLETE
 from tests.mutants.mutate import read_table
 from tests.paths import ROOT
@@ -82,3 +83,29 @@ def test_processor_time_includes_processes_without_a_parent(tmp_path):
     command = [sys.executable, "-c", script, str(tmp_path / "orphan.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert float(re.search(r"processor_s=([\d.]+)", done.stdout)[1]) > 0.35
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processor_s", "code"),
+    [([], suite.LIMIT_S - 1, 0), ([], suite.LIMIT_S + 1, 1), (["tests/unit"], suite.LIMIT_S + 1, 0)],
+)
+def test_claims_above_the_limit_of_processor_time_fail(monkeypatch, capsys, arguments, processor_s, code):
+    result = suite.Result(name="tests", code=0, wall_s=900.0, processor_s=processor_s)
+    monkeypatch.setattr(suite, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(suite, "claims", lambda _: [result])
+    assert suite.main(arguments) == code
+    assert f"processor time in all: {processor_s} s" in capsys.readouterr().out
+
+
+def test_complete_level_runs_every_step_and_fails_with_one(monkeypatch, capsys):
+    ran = []
+    for name in suite.STEPS:
+        result = suite.Result(name=name, code=3 * (name == "mutants"), wall_s=1.0, processor_s=1.0)
+        monkeypatch.setitem(suite.STEPS, name, lambda result=result: ran.append(result.name) or [result])
+    monkeypatch.setattr(suite, "adopt_orphans", lambda: None)
+    assert suite.main(["--all"]) == 1
+    assert ran == list(suite.STEPS)
+    assert re.search(r"mutants +exit code 3", capsys.readouterr().out)
+    assert suite.main(["--all", "--step", "faults", "--step", "fuzz"]) == 0
+    assert ran[len(suite.STEPS) :] == ["faults", "fuzz"]
+    assert suite.main(["--all", "--step", "none"]) == 2
