@@ -40,7 +40,7 @@ FAILED, PASSED = 1, 0  # exit codes of pytest; any other one means that the test
 class Mutant:
     """A named fault: in ``file`` the text ``old``, which occurs once, becomes ``new``; ``tests`` must fail then.
 
-    ``quick`` mutants run in each ordinary test run.
+    ``quick`` mutants run in each ordinary test run. ``claim`` is the claim of the README that the fault disproves.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     quick: bool = False
+    claim: str = ""
 
     @property
     def package(self) -> str:
