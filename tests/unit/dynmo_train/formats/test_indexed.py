@@ -9,7 +9,6 @@ import pytest
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train.formats.indexed import open_indexed
-from tests.tables import table
 
 
 def index_bytes(lengths, pointers, documents, *, code=8, version=1, magic=b"MMIDIDX\x00\x00"):
@@ -36,14 +35,6 @@ def test_open_indexed_reads_a_dataset(tmp_path):
     assert data.starts.tolist() == [0, 3, 3]
     assert data.documents.tolist() == [0, 1, 3]
     assert data.tokens.tolist() == [5, 6, 7, 8, 9]
-
-
-
-
-
-
-
-
 
 
 def test_open_indexed_without_a_file_names_it(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import jsonschema
@@ -89,18 +88,6 @@ def test_parse_plan_interleaved_stages_are_in_rotation():
     plan = plans.parse_plan(document, "p")
     assert plan.stage_workers == (3, 5, 3, 5)
     assert plan.workers == (3, 5)
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 def test_read_plan_number_must_match_the_file_name(tmp_path):

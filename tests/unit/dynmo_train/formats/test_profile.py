@@ -69,10 +69,6 @@ def test_profile_records_of_every_kind_are_valid(name):
     jsonschema.validate(json.loads(json.dumps(RECORDS[name])), SCHEMA)
 
 
-
-
-
-
 @pytest.mark.parametrize(
     "backward",
     [{}, {"backward_input_ns": [1]}, {"backward_weight_ns": [1]}, {"backward_ns": [1], "backward_input_ns": [1]}],
