@@ -116,23 +116,6 @@ def test_merge_of_all_ranks_has_equal_tensors_on_one(ckpt, checkpoint, tmp_path)
     assert "ok" in ckpt("verify", tmp_path / "out").stdout
 
 
-def test_merge_without_optimizer_has_the_weights_alone(ckpt, checkpoint, tmp_path):
-    run_dir, m, tensors = checkpoint
-    ckpt("merge", run_dir, tmp_path / "out", "--no-optimizer", "--jobs", 1, "--no-verify")
-    weights = {name: value for name, value in tensors.items() if native_checkpoints.role_of(name) != "optimizer"}
-    assert same(stored(tmp_path / "out"), cut(m, weights))
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["optimizer"] is None
-    assert "ok" in ckpt("verify", tmp_path / "out").stdout
-
-
-def test_merge_of_merge_has_equal_tensor_bytes(ckpt, checkpoint, tmp_path):
-    run_dir, _, _ = checkpoint
-    ckpt("merge", run_dir, tmp_path / "one")
-    ckpt("merge", tmp_path / "one", tmp_path / "two")
-    for name in ("model-p000-t00.safetensors", "optimizer-p000-t00.safetensors"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
 def test_merge_is_opened_by_the_trainer(ckpt, checkpoint, tmp_path):
     from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
 
@@ -198,21 +181,6 @@ def test_merge_altered_source_is_refused_without_output(ckpt, checkpoint, tmp_pa
         assert sorted(child.name for child in tmp_path.iterdir()) == ["run"]
         payload[at] ^= 4
         path.write_bytes(payload)
-
-
-def test_convert_report_lists_decisions(ckpt, checkpoint, tmp_path):
-    run_dir, _, _ = checkpoint
-    done = ckpt("convert", run_dir, tmp_path / "out", "--to", "hf")
-    assert "40 tensors" in done.stdout
-    assert "read back and compared" in done.stdout
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "config.json",
-        "conversion.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
 
 
 def test_convert_tokenizer_above_vocabulary_is_refused(ckpt, checkpoint, tmp_path):

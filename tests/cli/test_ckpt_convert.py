@@ -30,13 +30,6 @@ def test_convert_to_hf_and_back_is_equal(ckpt, native, tmp_path):
     assert "ok" in ckpt("verify", tmp_path / "back", "--against", directory).stdout
 
 
-def test_convert_hf_to_hf_is_byte_identical(ckpt, native, tmp_path):
-    directory, _, _ = native
-    ckpt("convert", directory, tmp_path / "a", "--to", "hf")
-    ckpt("convert", tmp_path / "a", tmp_path / "b", "--to", "hf", "--from", "hf")
-    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [

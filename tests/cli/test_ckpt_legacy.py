@@ -26,19 +26,6 @@ def test_convert_every_legacy_version_gives_equal_bytes(ckpt, native, legacy_sav
             assert "no tensor differs" in ckpt("diff", tmp_path / name, directory).stdout
 
 
-def test_convert_legacy_to_native_keeps_all_tensors(ckpt, native, legacy_save, tmp_path):
-    directory, m, p = native
-    legacy_save(tmp_path / "legacy", p, m, version=0, tp=2, stages=[1, 2])
-    assert "300" in ckpt("info", tmp_path / "legacy").stdout
-    ckpt("convert", tmp_path / "legacy", tmp_path / "out", "--to", "native")
-    assert "ok" in ckpt("verify", tmp_path / "out", "--against", directory).stdout
-    back = load_file(tmp_path / "out" / "model-p000-t00.safetensors")
-    assert all(
-        np.array_equal(back[name], value) for name, value in native_checkpoints.true_rows(m["vocab_size"], p).items()
-    )
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["step"] == 300
-
-
 def test_open_gpt_neox_is_refused_with_the_remedy(ckpt, tmp_path):
     import random
 

@@ -24,18 +24,12 @@ REGRESSIONS = Path(__file__).parent / "regressions"
 LIMITS = Limits(seconds=10.0, memory_bytes=512 << 20)
 
 
-@pytest.fixture
-def executor(request, tmp_path):
-    target = TARGETS[request.param]
-    if "parquet" in target.name:
+@table("name", TARGETS)
+def test_parser_of_damaged_input_raises_only_documented_errors(name, tmp_path):
+    if "parquet" in name:
         pytest.importorskip("pyarrow", reason="needs the extra parquet")
-    made = Executor(target, tmp_path, LIMITS)
-    made.warm_up()
-    return made
-
-
-@pytest.mark.parametrize("executor", TARGETS, indirect=True)
-def test_parser_of_damaged_input_raises_only_documented_errors(executor, tmp_path):
+    executor = Executor(TARGETS[name], tmp_path, LIMITS)
+    executor.warm_up()
     with quiet():
         accepted = []
         for seed in executor.corpus:
