@@ -5,11 +5,13 @@ Nothing of the compared tree is imported but its console entry points and the pu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -188,6 +190,7 @@ class _answering:
 # ---------------------------------------------------------------- documents
 
 
+SCRIPT_TIMEOUT_S = 1800.0
 # Files whose contents two executions of one commit never share, and why.
 VOLATILE_FILES: Mapping[str, str] = MappingProxyType(
     {
@@ -241,13 +244,16 @@ def _bash(script: str, folder: Path, environment: Mapping[str, str]) -> tuple[tu
     with (folder.parent / "out").open("wb") as out, (folder.parent / "err").open("wb") as err:
         process = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", script],
-            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(900)
+            code = process.wait(SCRIPT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
+            code = -signal.SIGKILL
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what the script has left in the background ends with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     out_text, err_text = (
         (folder.parent / end).read_text(encoding="utf-8", errors="backslashreplace") for end in ("out", "err")
     )
