@@ -6,6 +6,7 @@ Nothing of the compared tree is imported but its console entry points and the pu
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import os
 import random
@@ -55,6 +56,9 @@ VOLATILE = frozenset(
         *("version", "host", "hosts", "pid", "elapsed_s", "seconds", "wall_s", "started_utc", "x_dynmo_ckpt"),
     }
 )
+
+
+NOT_COMPARED = "not compared: "
 
 
 def _names(tree: Tree, folder: Path, inputs: Path) -> dict[str, str]:
@@ -191,12 +195,13 @@ class _answering:
 
 
 SCRIPT_TIMEOUT_S = 1800.0
-# Files whose contents two executions of one commit never share, and why.
-VOLATILE_FILES: Mapping[str, str] = MappingProxyType(
-    {
-        "*/profile*.jsonl": "measured times",
-        "*/events*.jsonl": "measured times",
-    }
+# Files whose contents two executions of one commit never share, and why; their names are compared.
+VOLATILE_FILES: tuple[tuple[str, str], ...] = (
+    ("*profile*.jsonl", "measured times"),
+    ("*events*.jsonl", "measured times"),
+    ("*run.json", "machine, process and time of the run"),
+    ("*.html", "pages of measured runs"),
+    ("*/plans/plan-*.json", "plans from measured times"),
 )
 
 
@@ -207,6 +212,9 @@ def documents(tree: Tree, inputs: Path, given: Inputs, record: Record) -> None:
     ):
         for key, value in results.items():
             record.add(f"{name} {key}", value)
+        for file, value in results["files"].items():
+            if value.startswith(NOT_COMPARED):
+                record.exclude(f"{name} file {file}", value.removeprefix(NOT_COMPARED))
 
 
 def _document(tree: Tree, inputs: Path, name: str) -> dict[str, Any]:
@@ -271,12 +279,20 @@ def _files(work: Path, names: Mapping[str, str], is_measured: bool) -> dict[str,
     for path in sorted(work.rglob("*")):
         if path.is_symlink() or not path.is_file():
             continue
-        found[path.relative_to(work).as_posix()] = _file_digest(path, names, is_measured)
+        name = path.relative_to(work).as_posix()
+        reasons = [reason for pattern, reason in VOLATILE_FILES if is_measured and fnmatch.fnmatchcase(name, pattern)]
+        found[name] = f"{NOT_COMPARED}{reasons[0]}" if reasons else _file_digest(path, names, is_measured)
     return {normalized(name, names): value for name, value in found.items()}
 
 
 def _file_digest(path: Path, names: Mapping[str, str], is_measured: bool) -> str:
+    """A digest of the contents: of JSON without the fields that vary, of texts after ``normalized``."""
     data = path.read_bytes()
+    if path.suffix in (".json", ".jsonl"):
+        with contextlib.suppress(ValueError):
+            lines = [data] if path.suffix == ".json" else data.splitlines()
+            documents = [without(json.loads(line), VOLATILE) for line in lines]
+            data = "".join(f"{json.dumps(document)}\n" for document in documents).encode()
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
