@@ -118,10 +118,20 @@ def _run_group(tree: Tree, inputs: Path, group: Inputs) -> Iterable[tuple[str, A
         with _answering(target, run):
             done = tree.run("dynmo-train", *words, folder=folder, ranks=run["ranks"], timeout_s=900.0)
         value: dict[str, Any] = {"command": run["words"], "exit codes": list(done.codes)}
-        if any(done.codes):
-            value["stderr"] = normalized(done.err, _names(tree, folder, inputs), is_measured=True).splitlines()[-3:]
-        yield key, value | _run_values(target)
+        if any(done.codes) and run["ranks"] == 1:
+            # Of several ranks, it is a race whether rank 0 reports its own failure or the loss of another one.
+            lines = normalized(done.err, _names(tree, folder, inputs), is_measured=True).splitlines()
+            value["error"] = [line for line in lines if line.startswith("dynmo-train: error")]
+        yield key, _without_paths(value | _run_values(target), _names(tree, folder, inputs))
     shutil.rmtree(folder)
+
+
+def _without_paths(value: Any, names: Mapping[str, str]) -> Any:
+    """A JSON value with a word for each path of the machine; a checkpoint records that of its data."""
+    text = json.dumps(value)
+    for path in sorted(names, key=len, reverse=True):
+        text = text.replace(path, names[path])
+    return json.loads(text)
 
 
 def _run_values(run: Path) -> dict[str, Any]:
