@@ -34,9 +34,9 @@ def test_what_differs_between_executions_is_a_word(text, expected):
 
 
 def test_measured_durations_and_rates_are_words_and_other_numbers_stay():
-    text = "10 steps in 26 ms, 1,234 tokens/s, 315.9 MB of memory, elapsed time per iteration (ms): 56.4 | lm loss: 4.5, python3.11/site"
+    text = "10 steps in 26 ms, 1,234 tokens/s, 315.9 MB of memory, iteration (ms): 56.4 | loss: 4.5, python3.11/site"
     assert normalized(text, {}, is_measured=True) == (
-        "10 steps in {duration}, {rate}, {memory} of memory, elapsed time per iteration (ms): {duration} | lm loss: 4.5, python3.11/site"
+        "10 steps in {duration}, {rate}, {memory} of memory, iteration (ms): {duration} | loss: 4.5, python3.11/site"
     )
 
 
