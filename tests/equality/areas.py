@@ -5,11 +5,14 @@ Nothing of the compared tree is imported but its console entry points and the pu
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -53,6 +56,9 @@ VOLATILE = frozenset(
         *("version", "host", "hosts", "pid", "elapsed_s", "seconds", "wall_s", "started_utc", "x_dynmo_ckpt"),
     }
 )
+
+
+NOT_COMPARED = "not compared: "
 
 
 def _names(tree: Tree, folder: Path, inputs: Path) -> dict[str, str]:
@@ -112,10 +118,20 @@ def _run_group(tree: Tree, inputs: Path, group: Inputs) -> Iterable[tuple[str, A
         with _answering(target, run):
             done = tree.run("dynmo-train", *words, folder=folder, ranks=run["ranks"], timeout_s=900.0)
         value: dict[str, Any] = {"command": run["words"], "exit codes": list(done.codes)}
-        if any(done.codes):
-            value["stderr"] = normalized(done.err, _names(tree, folder, inputs), is_measured=True).splitlines()[-3:]
-        yield key, value | _run_values(target)
+        if any(done.codes) and run["ranks"] == 1:
+            # Of several ranks, it is a race whether rank 0 reports its own failure or the loss of another one.
+            lines = normalized(done.err, _names(tree, folder, inputs), is_measured=True).splitlines()
+            value["error"] = [line for line in lines if line.startswith("dynmo-train: error")]
+        yield key, _without_paths(value | _run_values(target), _names(tree, folder, inputs))
     shutil.rmtree(folder)
+
+
+def _without_paths(value: Any, names: Mapping[str, str]) -> Any:
+    """A JSON value with a word for each path of the machine; a checkpoint records that of its data."""
+    text = json.dumps(value)
+    for path in sorted(names, key=len, reverse=True):
+        text = text.replace(path, names[path])
+    return json.loads(text)
 
 
 def _run_values(run: Path) -> dict[str, Any]:
@@ -188,12 +204,14 @@ class _answering:
 # ---------------------------------------------------------------- documents
 
 
-# Files whose contents two executions of one commit never share, and why.
-VOLATILE_FILES: Mapping[str, str] = MappingProxyType(
-    {
-        "*/profile*.jsonl": "measured times",
-        "*/events*.jsonl": "measured times",
-    }
+SCRIPT_TIMEOUT_S = 1800.0
+# Files whose contents two executions of one commit never share, and why; their names are compared.
+VOLATILE_FILES: tuple[tuple[str, str], ...] = (
+    ("*profile*.jsonl", "measured times"),
+    ("*events*.jsonl", "measured times"),
+    ("*run.json", "machine, process and time of the run"),
+    ("*.html", "pages of measured runs"),
+    ("*/plans/plan-*.json", "plans from measured times"),
 )
 
 
@@ -204,6 +222,9 @@ def documents(tree: Tree, inputs: Path, given: Inputs, record: Record) -> None:
     ):
         for key, value in results.items():
             record.add(f"{name} {key}", value)
+        for file, value in results["files"].items():
+            if value.startswith(NOT_COMPARED):
+                record.exclude(f"{name} file {file}", value.removeprefix(NOT_COMPARED))
 
 
 def _document(tree: Tree, inputs: Path, name: str) -> dict[str, Any]:
@@ -241,13 +262,16 @@ def _bash(script: str, folder: Path, environment: Mapping[str, str]) -> tuple[tu
     with (folder.parent / "out").open("wb") as out, (folder.parent / "err").open("wb") as err:
         process = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", script],
-            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(900)
+            code = process.wait(SCRIPT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
+            code = -signal.SIGKILL
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what the script has left in the background ends with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     out_text, err_text = (
         (folder.parent / end).read_text(encoding="utf-8", errors="backslashreplace") for end in ("out", "err")
     )
@@ -265,12 +289,20 @@ def _files(work: Path, names: Mapping[str, str], is_measured: bool) -> dict[str,
     for path in sorted(work.rglob("*")):
         if path.is_symlink() or not path.is_file():
             continue
-        found[path.relative_to(work).as_posix()] = _file_digest(path, names, is_measured)
+        name = path.relative_to(work).as_posix()
+        reasons = [reason for pattern, reason in VOLATILE_FILES if is_measured and fnmatch.fnmatchcase(name, pattern)]
+        found[name] = f"{NOT_COMPARED}{reasons[0]}" if reasons else _file_digest(path, names, is_measured)
     return {normalized(name, names): value for name, value in found.items()}
 
 
 def _file_digest(path: Path, names: Mapping[str, str], is_measured: bool) -> str:
+    """A digest of the contents: of JSON without the fields that vary, of texts after ``normalized``."""
     data = path.read_bytes()
+    if path.suffix in (".json", ".jsonl"):
+        with contextlib.suppress(ValueError):
+            lines = [data] if path.suffix == ".json" else data.splitlines()
+            documents = [without(json.loads(line), VOLATILE) for line in lines]
+            data = "".join(f"{json.dumps(document)}\n" for document in documents).encode()
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:

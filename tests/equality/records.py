@@ -23,6 +23,7 @@ MAX_CHARACTERS = 240
 
 # What differs between two executions of one commit, whatever the command.
 EVERYWHERE = (
+    (re.compile(r"\b([EWI])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ "), r"\1{time} "),  # a log line of torch
     (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\+00:00)?"), "{time}"),
     (re.compile(r"\b(dynmo-\w+|dynmo_\w+) \d+\.\d+\.\d+\S*"), r"\1 {version}"),
     (re.compile(r"\b(pid|process|PID) \d+"), r"\1 {pid}"),
@@ -36,7 +37,7 @@ MEASURED = (
     (re.compile(rf"\b{_NUMBER} ?(ns|us|µs|ms|s|min|h)\b"), r"{duration}"),
     (
         re.compile(
-            rf"\b{_NUMBER}(?: ?[kKMGT]?i?B| ?[kKMGTP]?FLOPS| tokens| samples| documents| rows)?(?:/s| per s)"
+            rf"\b{_NUMBER}(?: ?[kKMGT]?i?B| ?[kKMGTP]?FLOPS| tokens| samples| documents| rows)?(?:/s| per s)\b"
         ),
         "{rate}",
     ),

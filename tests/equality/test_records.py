@@ -25,6 +25,7 @@ def record(values, *, inputs="same", excluded=()):
             "saved {folder}/run at {time} by dynmo-train {version}",
         ),
         ("process 123 listens on 127.0.0.1:40123", "process {pid} listens on 127.0.0.1:{port}"),
+        ("W1128 14:27:08.198000 3794 torch/x.py:630] y", "W{time} torch/x.py:630] y"),
         ("step 42.24 ms, bubble 12.9%", "step 42.24 ms, bubble 12.9%"),
     ],
 )  # fmt: skip
@@ -33,9 +34,9 @@ def test_what_differs_between_executions_is_a_word(text, expected):
 
 
 def test_measured_durations_and_rates_are_words_and_other_numbers_stay():
-    text = "10 steps in 26 ms, 1,234 tokens/s, 315.9 MB of memory, elapsed time per iteration (ms): 56.4 | lm loss: 4.5"
+    text = "10 steps in 26 ms, 1,234 tokens/s, 315.9 MB of memory, iteration (ms): 56.4 | loss: 4.5, python3.11/site"
     assert normalized(text, {}, is_measured=True) == (
-        "10 steps in {duration}, {rate}, {memory} of memory, elapsed time per iteration (ms): {duration} | lm loss: 4.5"
+        "10 steps in {duration}, {rate}, {memory} of memory, iteration (ms): {duration} | loss: 4.5, python3.11/site"
     )
 
 
