@@ -30,6 +30,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The tests start hundreds of processes: the first one compiles the packages for all.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Several processes of tests share the cores; threads of torch that wait for each other would spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Ray's token authentication depends on a file in the home directory, and a local cluster creates it there.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
