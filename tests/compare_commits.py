@@ -8,6 +8,17 @@ OLD, NEW and COMMIT are commits, or paths of folders (with a slash). Exits with 
 differs, 2 for a wrong use. Only the four commands, formats and documents of a tree are used, never its modules, so
 that commits with other modules can be compared. `tests/equality/inputs.py` makes the inputs once for both; a record
 keeps them, so that ``record NEW -o new --inputs old`` gives a later commit the same ones.
+
+Processor time of one tree (2026-11-28, two cores of a busy machine, so that the wall time says nothing):
+
+| area | keys | seconds |
+|---|---|---|
+| help | 196 | 10 |
+| dry_runs | 15 of `--count 5` | 2 |
+| plans | 1,000 | 95 |
+| checkpoints | 76 of `--count 9` | 30 |
+| documents | 24 of six documents | 41 |
+| runs | 200 | 428 |
 """
 
 from __future__ import annotations
