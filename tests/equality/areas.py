@@ -160,7 +160,7 @@ def _run_values(run: Path) -> dict[str, Any]:
 class _answering:
     """Within: a planner that moves layers and releases workers where the run's input says so.
 
-    It speaks to the trainer through the documents of the run directory, as any external planner does.
+    It exchanges documents of the run directory with the trainer, as any external planner does.
     """
 
     def __init__(self, target: Path, run: Inputs) -> None:
