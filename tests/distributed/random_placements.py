@@ -249,7 +249,7 @@ class Run:
         options: its options, those of the layout included.
         is_graphed: whether items run on static memory, as CUDA graphs do.
         changes: step -> seed of the partition to which layers move after it.
-        release: step after which a pipeline rank other than 0 is released, and the seed of it and the others' partition.
+        release: step after which a pipeline rank but 0 is released, and the seed of it and of the others' partition.
         kill: step after which all processes get SIGKILL, with the last checkpoint one step back.
     """
 
@@ -484,7 +484,8 @@ def _attempt(chance: random.Random, number: int, leads: Sequence[str], names: Se
         return None
     family, chosen = laid_out
     reference = reference_of(chosen)
-    between = _pick(chance, leads, [RESUMED, RESUMED, KILLED])
+    # A kill costs the processes of its world, and is drawn less often.
+    between = _pick(chance, leads, [RESUMED, RESUMED, RESUMED, KILLED])
     is_whole = {RESUMED, KILLED}.isdisjoint(leads) and chance.random() < 0.15
     parts = [range(1, STEPS)] if is_whole else [range(1, STOP), range(STOP + 1, STEPS)]
     # Where the leading labels are those of one run, it is the first or the last one.
