@@ -231,7 +231,7 @@ TRIES = 8
 # Family, features, pipeline ranks of the two runs, and what is between them, by schedule; see ``canonical``.
 CANONICAL: dict[str, tuple[str, tuple[str, ...], tuple[int, int], str]] = {
     "gpipe": ("gpt2", ("dropout", "pruning", "freezing"), (2, 3), RESUMED),
-    "1f1b": ("qwen2", ("fp16", "untied", "cached freezing"), (2, 3), "release"),
+    "1f1b": ("qwen2", ("fp16", "untied", "cached freezing", "vocabulary parallel"), (2, 3), "release"),
     "interleaved-1f1b": ("bert", ("replicas", "structured pruning"), (2, 2), RESUMED),
     "zero-bubble": ("gpt2", ("dropout", "early exit", "adaptive freezing"), (3, 4), KILLED),
     "zb-v": ("deepseek_v3, further tokens", ("vocabulary parallel", "mixture of depths"), (3, 2), RESUMED),
@@ -249,7 +249,7 @@ class Run:
         options: its options, those of the layout included.
         is_graphed: whether items run on static memory, as CUDA graphs do.
         changes: step -> seed of the partition to which layers move after it.
-        release: step after which the last pipeline rank is released, and the seed of the others' partition.
+        release: step after which a pipeline rank but 0 is released, and the seed of it and of the others' partition.
         kill: step after which all processes get SIGKILL, with the last checkpoint one step back.
     """
 
@@ -387,7 +387,7 @@ def _layout(chance: random.Random, leads: Sequence[str], names: Sequence[str], m
     if chosen is None:
         return None
     # One process per pipeline rank leaves room for four pipeline ranks, two for two.
-    few = chance.choice([1, 1, 2])
+    few = chance.choice([1, 1, 1, 2, 2, 4])
     for name in chance.sample(names, chance.randint(3, 8)):
         more = _with(chance, chosen, name, min(most, max(few, reference_of(chosen).processes)))
         chosen = chosen if more is None else more
@@ -484,7 +484,8 @@ def _attempt(chance: random.Random, number: int, leads: Sequence[str], names: Se
         return None
     family, chosen = laid_out
     reference = reference_of(chosen)
-    between = _pick(chance, leads, [RESUMED, RESUMED, KILLED])
+    # A kill costs the processes of its world, and is drawn less often.
+    between = _pick(chance, leads, [RESUMED, RESUMED, RESUMED, KILLED])
     is_whole = {RESUMED, KILLED}.isdisjoint(leads) and chance.random() < 0.15
     parts = [range(1, STEPS)] if is_whole else [range(1, STOP), range(STOP + 1, STEPS)]
     # Where the leading labels are those of one run, it is the first or the last one.
@@ -578,7 +579,7 @@ def _answer(planner: ScriptedPlanner, run: Run) -> None:
     elif step in run.changes:
         planner.answer(_partition(planner, run, run.changes[step]))
     elif run.release is not None and step == run.release[0]:
-        leaving = run.options["pipeline_model_parallel_size"] - 1
+        leaving = random.Random(run.release[1]).randrange(1, run.options["pipeline_model_parallel_size"])
         lost = sum(stage["worker"] == leaving for stage in planner.active()["stages"])
         planner.answer(_partition(planner, run, run.release[1], lost), released=[leaving])
     else:

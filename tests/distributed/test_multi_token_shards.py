@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.pipeline.partition import Partition
 from tests.distributed.layouts import CUT, Layout, play_layouts
 from tests.distributed.scenario import Scenario, merged, play
+from tests.distributed.test_release import Release
+from tests.distributed.test_release import play as play_release
 from tests.distributed.test_vocabulary_parallel import plain_values
 from tests.distributed.whole_runs import figures, lines, train, write_data
 from tests.distributed.workers import run_workers
@@ -17,6 +20,24 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 # Two depths behind blocks with experts; the front is frozen on the way, which leaves the table to the depths.
 SHARDED = Scenario(model="deepseek", shards=4, steps=8, prune=False, freeze=((3, 1), (6, 3)), dropout=0.0)
+
+
+NAMES = tuple(item.name for item in SHARDED.family().items)
+
+
+def test_depths_move_when_workers_are_released():
+    """Rank 0 as well, whose embedding has no tensors."""
+    at = NAMES.index("mtp.0")
+    two = Partition.looped((NAMES[:at], NAMES[at:]), 2)
+    releases = [
+        Release(step=2, released=(1,), stages=two),
+        Release(step=4, released=(0,), stages=Partition.looped((NAMES,), 1)),
+    ]
+    dims = ParallelDims(pipeline=3)
+    found = [each for each in run_workers(play_release, 3, Layout(dims=dims, scenario=SHARDED), releases) if each]
+    [alone] = run_workers(play_release, 1, Layout(dims=ParallelDims(), scenario=SHARDED), [])
+    assert [each["losses"] for each in found] == [alone["losses"]]
+    assert found[0]["weights"] == alone["weights"]
 
 
 @pytest.mark.parametrize("freeze", [(), ((3, 1), (6, 3))], ids=["", "frozen"])

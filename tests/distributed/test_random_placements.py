@@ -126,7 +126,7 @@ def test_pair_of_features_is_valid_or_refused_with_one_reason():
 
 
 LAYOUTS = 60  # of four minutes
-VALID_PAIRS = 3200
+VALID_PAIRS = 3104
 
 
 def pairs_of(commits, layouts):
@@ -134,17 +134,17 @@ def pairs_of(commits, layouts):
     return {pair for seed in range(commits) for number in range(layouts) for pair in draw(f"c{seed}", number).pairs()}
 
 
-def test_every_label_and_half_of_the_valid_pairs_come_up_over_two_commits():
-    drawn = pairs_of(2, LAYOUTS)
-    assert {name for pair in drawn for name in pair} == {name for name in LABELS if name != "compiled"}
-    assert len(drawn) > VALID_PAIRS / 2
+def test_two_of_three_valid_pairs_come_up_over_two_commits():
+    assert len(pairs_of(2, LAYOUTS)) > 0.67 * VALID_PAIRS
 
 
 @pytest.mark.complete
 def test_nearly_all_valid_pairs_come_up_over_twenty_commits():
     """The others are searched for one by one."""
     drawn = pairs_of(20, LAYOUTS)
-    others = set(itertools.combinations(sorted({name for pair in drawn for name in pair}), 2)) - drawn
+    labels = sorted(name for name in LABELS if name != "compiled")
+    assert {name for pair in drawn for name in pair} == set(labels)
+    others = set(itertools.combinations(labels, 2)) - drawn
     missing = [pair for pair in others if valid_pair(pair, 12)]
     assert len(drawn) + len(missing) == pytest.approx(VALID_PAIRS, rel=0.01)
     assert len(drawn) / VALID_PAIRS > 0.985, missing

@@ -101,6 +101,14 @@ def _put_back(owner: Any, before: dict[str, Any]) -> None:
             setattr(owner, name, before[name])
 
 
+def _forget_meshes() -> None:
+    """Clear torch's caches of sharded operations: they keep the device meshes of ZeRO, and with them open sockets."""
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(debug, name, lambda: None)()
+
+
 @contextlib.contextmanager
 def _restored_process() -> Iterator[None]:
     """Put back what a scenario may change in its process."""
@@ -135,6 +143,7 @@ def _restored_process() -> Iterator[None]:
             torch.set_float32_matmul_precision(matmul)
             for owner, before in names:
                 _put_back(owner, before)
+            _forget_meshes()
 
 
 def _play(job: bytes, rank: int, size: int, port: int, joins: bool) -> Any:
