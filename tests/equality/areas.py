@@ -212,6 +212,7 @@ VOLATILE_FILES: tuple[tuple[str, str], ...] = (
     ("*run.json", "machine, process and time of the run"),
     ("*.html", "pages of measured runs"),
     ("*/plans/plan-*.json", "plans from measured times"),
+    ("*.work/*.json", "times and processes of tasks"),
 )
 
 
