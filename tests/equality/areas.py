@@ -213,6 +213,7 @@ VOLATILE_FILES: tuple[tuple[str, str], ...] = (
     ("*.html", "pages of measured runs"),
     ("*/plans/plan-*.json", "plans from measured times"),
     ("*.work/*.json", "times and processes of tasks"),
+    ("*pipeline-summary.json", "times and processes of tasks"),
 )
 
 
