@@ -16,8 +16,9 @@ Processor time of one tree (2026-11-28, two cores of a busy machine, so that the
 | help | 196 | 10 |
 | dry_runs | 15 of `--count 5` | 2 |
 | plans | 1,000 | 95 |
+| verdicts | 1,851 | 297 |
 | checkpoints | 76 of `--count 9` | 30 |
-| documents | 24 of six documents | 41 |
+| documents | 24 of six of dynmo_tools, 21 of four of dynmo_train | 41, 141 |
 | runs | 200 | 428 |
 """
 

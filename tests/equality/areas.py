@@ -212,6 +212,8 @@ VOLATILE_FILES: tuple[tuple[str, str], ...] = (
     ("*run.json", "machine, process and time of the run"),
     ("*.html", "pages of measured runs"),
     ("*/plans/plan-*.json", "plans from measured times"),
+    ("*.work/*.json", "times and processes of tasks"),
+    ("*pipeline-summary.json", "times and processes of tasks"),
 )
 
 
@@ -340,7 +342,9 @@ def _verdicts_of(tree: Tree, inputs: Path, case: Inputs) -> dict[str, Any]:
     done = tree.run(program, *words, folder=folder)
     found = {program: _verdict(done, _names(tree, place, inputs) | {str(folder): "{work}"})}
     for package, (readers, kind) in READERS.get(case["format"], {}).items():
-        found[f"reader of {package}"] = tree.read(readers, place / case["file"], kind, folder)
+        verdict = tree.read(readers, place / case["file"], kind, folder)
+        # A reader may name the file as the place of the problem.
+        found[f"reader of {package}"] = _without_paths(verdict, _names(tree, place, inputs))
     shutil.rmtree(folder)
     return found
 
