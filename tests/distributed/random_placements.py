@@ -41,7 +41,8 @@ from pathlib import Path
 from typing import Any
 
 from dynmo_train._common.document import Problem
-from dynmo_train.config import DefaultContext, config_of, validate
+from dynmo_train.config import Config, DefaultContext, config_of, validate
+from dynmo_train.models.registry import family_of
 from tests.distributed import decoder_options
 from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
 from tests.distributed.sentences import write_sentences
@@ -73,15 +74,6 @@ COMMON: Options = {
 }
 EXPERTS: Options = {"num_experts": 4, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
 EXPERT_RANKS: Options = {**EXPERTS, "replicas": 2, "expert_model_parallel_size": 2}
-LATENT: Options = {
-    "family": "llama",
-    "num_query_groups": 4,
-    "multi_latent_attention": True,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 8,
-}
 PRUNED: Options = {
     "sparsify": True,
     "pruning_start_iter": 1,
@@ -127,7 +119,6 @@ FEATURES: dict[str, tuple[Options, ...]] = {
         {**EXPERTS, "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
     ),
     "dense blocks": ({**EXPERTS, "moe_layer_freq": "[0]+[1]*3", "moe_ffn_hidden_size": 24},),
-    "latent attention": (LATENT, {**LATENT, "q_lora_rank": 12}),
     "multi-token prediction": ({"family": "llama", "mtp_num_layers": 1}, {"family": "llama", "mtp_num_layers": 2}),
     "attention window": ({"attention_window": 5},),
     "document masks": (
@@ -338,16 +329,19 @@ def command_line(run: Run) -> str:
     return shlex.join(launch) + (f"  ({'; '.join(notes)})" if notes else "")
 
 
-def problems_of(run: Run) -> list[Problem]:
-    """Why the configuration's rules refuse a run."""
+def _config_of(run: Run) -> Config:
     files = {"vocab_size": 97, "data_path": None if "mock_data" in run.options else "-"}
     values = files | {name: value for name, value in run.options.items() if value is not None}
     values |= PLANNED if run.is_planned else {}
     # Who releases workers has no option with a planner of its own.
     values |= {"planner": "internal", "pack_to": 1} if run.release else {}
     # The rule of --cuda-graph on the CPU is for devices; what it can be combined with is checked here as well.
-    config = config_of(DefaultContext(world_size=run.processes), **values, cuda_graph=run.is_graphed)
-    return validate(config, run.processes)
+    return config_of(DefaultContext(world_size=run.processes), **values, cuda_graph=run.is_graphed)
+
+
+def problems_of(run: Run) -> list[Problem]:
+    """Why the configuration's rules refuse a run."""
+    return validate(_config_of(run), run.processes)
 
 
 def _is_valid(run: Run) -> bool:
@@ -559,7 +553,8 @@ def _partition(planner: ScriptedPlanner, run: Run, seed: int, num_fewer: int = 0
     """A random partition of the layers over the stages of the active plan; a stage may be empty."""
     chance, items = random.Random(seed), planner.items()
     stages = len(planner.active()["stages"]) - num_fewer
-    allowed = range(1, len(items))
+    starts = {item.name for item in family_of(_config_of(run)).items if item.cut_before}
+    allowed = [at for at in range(1, len(items)) if items[at] in starts]
     if run.options["granularity"] == "layer":
         allowed = [at for at in allowed if _layer_of(items[at]) != _layer_of(items[at - 1])]
     cuts = sorted(chance.choice(allowed) for _ in range(stages - 1))
