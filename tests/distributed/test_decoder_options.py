@@ -11,6 +11,8 @@ from dynmo_train.models.registry import family_of, family_of_manifest
 from tests.distributed.decoder_options import COMMON, FAMILIES
 from tests.distributed.option_runs import resolved
 
+pytestmark = pytest.mark.complete
+
 RUN: dict[str, Any] = {
     **COMMON,
     "micro_batch_size": 2,

@@ -10,7 +10,7 @@ from tests.distributed.sentences import write_sentences
 from tests.distributed.whole_runs import run_command, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 COMMON = {
     "hidden-size": "32",

@@ -8,7 +8,7 @@ from dynmo_balance.cli import main as plan_main
 from tests.distributed.whole_runs import arguments, lines, run_command, train, write_data
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 SHORT = {"train_iters": "12", "eval_interval": "12"}
 

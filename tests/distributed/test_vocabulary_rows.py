@@ -22,7 +22,7 @@ from dynmo_train.trainer.settings_from_config import engine_settings, initial_pa
 from tests.distributed.scenario import digest
 from tests.distributed.workers import run_workers
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.complete, pytest.mark.distributed, pytest.mark.timeout(300)]
 
 # GPT-2's vocabulary. --make-vocab-size-divisible-by is left at 128, so that each size pads it to other rows.
 VOCABULARY = 50257

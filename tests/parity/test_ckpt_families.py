@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 from dynmo_ckpt.cli import main
 from tests.unit.dynmo_ckpt import families, legacy_families, native_checkpoints
 
-
 ATOL = {
     "llama": 1e-4,
     "unscaled llama": 1e-4,
