@@ -10,7 +10,7 @@ marker ``complete``, the peers, all mutants, half an hour of the fault campaign 
     bin/test --all tests/parity       the tests of a folder, both levels
     bin/test --all --step mutants     one step of it; see STEPS
 
-Processor time is that of all descendants, those that outlive their parents included: this process adopts them.
+Processor time is that of all descendants, those that outlive their parents included: this process is their subreaper.
 """
 
 # ruff: noqa: T201 - a script
@@ -75,7 +75,7 @@ class Result:
     processor_s: float
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Make this process the parent of descendants whose own parent ends; only Linux has that."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -184,7 +184,7 @@ def summary(results: Sequence[Result]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the level that the arguments ask for; the exit code."""
-    adopt_orphans()
+    become_subreaper()
     started = time.monotonic()
     words = [word for word in arguments if word != "--all"]
     chosen = []

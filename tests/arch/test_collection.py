@@ -78,7 +78,7 @@ if os.fork() == 0:
 
 
 def test_processor_time_includes_processes_without_a_parent(tmp_path):
-    script = "from tests.suite import *; adopt_orphans(); print(run_counted({'a': [PYTHON, *sys.argv[1:]]}))"
+    script = "from tests.suite import *; become_subreaper(); print(run_counted({'a': [PYTHON, *sys.argv[1:]]}))"
     (tmp_path / "orphan.py").write_text(ORPHAN)
     command = [sys.executable, "-c", script, str(tmp_path / "orphan.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
@@ -91,7 +91,7 @@ def test_processor_time_includes_processes_without_a_parent(tmp_path):
 )
 def test_claims_above_the_limit_of_processor_time_fail(monkeypatch, capsys, arguments, processor_s, code):
     result = suite.Result(name="tests", code=0, wall_s=900.0, processor_s=processor_s)
-    monkeypatch.setattr(suite, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(suite, "become_subreaper", lambda: None)
     monkeypatch.setattr(suite, "claims", lambda _: [result])
     assert suite.main(arguments) == code
     assert f"processor time in all: {processor_s} s" in capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_complete_level_runs_every_step_and_fails_with_one(monkeypatch, capsys):
     for name in suite.STEPS:
         result = suite.Result(name=name, code=3 * (name == "mutants"), wall_s=1.0, processor_s=1.0)
         monkeypatch.setitem(suite.STEPS, name, lambda result=result: ran.append(result.name) or [result])
-    monkeypatch.setattr(suite, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(suite, "become_subreaper", lambda: None)
     assert suite.main(["--all"]) == 1
     assert ran == list(suite.STEPS)
     assert re.search(r"mutants +exit code 3", capsys.readouterr().out)
