@@ -9,7 +9,7 @@ differs, 2 for a wrong use. Only the four commands, formats and documents of a t
 that commits with other modules can be compared. `tests/equality/inputs.py` makes the inputs once for both; a record
 keeps them, so that ``record NEW -o new --inputs old`` gives a later commit the same ones.
 
-Processor time of one tree (2026-11-28, two cores of a busy machine, so that the wall time says nothing):
+Processor time of one tree (2026-11-28, two cores of a busy machine, so only processor time is given):
 
 | area | keys | seconds |
 |---|---|---|

@@ -358,7 +358,7 @@ def reference_of(chosen: Options) -> Run:
 
 
 def _with(chance: random.Random, chosen: Options, name: str, most: int) -> Options | None:
-    """The options with one form of a feature or a family, valid on so many processes; None: it has none."""
+    """The options with one form of a feature or a family, valid on that number of processes; None: it has none."""
     forms = FEATURES.get(name) or (FAMILIES[name],)
     for form in chance.sample(forms, len(forms)):
         if all(chosen.get(key, value) == value for key, value in form.items()):
@@ -420,8 +420,8 @@ def _placement(
     is_graphed = GRAPHED in leads or chance.random() < 0.2
     run = Run(processes=reference.processes * size, options=options, is_graphed=is_graphed, kill=kill)
     # A planner, which is where a run waits for the kill, is asked from two pipeline ranks on.
-    is_asked = size > 1 or not kill
-    return run if is_asked and run.processes <= most and _is_valid(run) else None
+    has_planner = size > 1 or not kill
+    return run if has_planner and run.processes <= most and _is_valid(run) else None
 
 
 def _planned(chance: random.Random, run: Run, steps: range, leads: Sequence[str]) -> Run:
@@ -442,7 +442,7 @@ def _planned(chance: random.Random, run: Run, steps: range, leads: Sequence[str]
 
 
 def valid_pair(pair: Pair, tries: int, *, compiler: bool = False) -> bool:
-    """Whether a layout with a pair of labels is found in so many tries."""
+    """Whether a layout with a pair of labels is found in that number of tries."""
     chance = random.Random(str(pair))
     names = [name for name in FEATURES if compiler or name != "compiled"]
     drawn = (_attempt(chance, 0, pair, names, MAX_PROCESSES) for _ in range(tries))

@@ -158,7 +158,7 @@ def _run_values(run: Path) -> dict[str, Any]:
 
 
 class _answering:
-    """Within: a planner that moves layers and releases workers where the run's input says so.
+    """Within: a planner that moves layers and releases workers where the run's input asks for it.
 
     It exchanges documents of the run directory with the trainer, as any external planner does.
     """
@@ -439,7 +439,7 @@ STAND_INS = (
 
 
 def dry_runs(tree: Tree, inputs: Path, given: Inputs, record: Record) -> None:
-    """Words of the commands that published scripts become, and the translation of their flags."""
+    """The commands that published scripts become, and the translation of their flags."""
     jobs = [(_script_of_others, name) for name in given["scripts"]] + [(_own_script, name) for name in given["own"]]
     for (_, name), value in zip(jobs, tree.map(lambda job: job[0](tree, inputs, job[1]), jobs), strict=True):
         for key, shown in value.items():

@@ -33,7 +33,7 @@ MUTATIONS_PER_FIXTURE = 10
 
 # Layouts that need two processes without a pipeline; their placements need four, which is affordable for some.
 REPLICATED = ("replicas", "ZeRO", "tensor parallel", "sequence parallel", "context parallel", "expert parallel")
-PLACED_OF_REPLICATED = 8  # of so many replicated layouts, one is placed
+PLACED_OF_REPLICATED = 8  # of 8 replicated layouts, one is placed
 # Half of the generator's own microbatches: a run takes half as long, and every schedule still has its phases.
 SHORTER = {"global_batch_size": 4}
 

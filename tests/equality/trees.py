@@ -51,7 +51,7 @@ def checkout(name: str, folder: Path) -> Path:
 
 
 def copy_tracked(source: Path, target: Path) -> Path:
-    """Copy the files of a folder: those that git tracks or would add; all of them where it is no work tree."""
+    """Copy the files of a folder: those that git tracks or would add; all of them where it is not a work tree."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=source, capture_output=True, text=True, check=False,
@@ -102,8 +102,8 @@ class Tree:
     def _environment(self) -> dict[str, str]:
         home = self.work / "home"
         home.mkdir(parents=True)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
-        return kept | {
+        shared = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
+        return shared | {
             "PATH": f"{self.programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(self.root),
             "HOME": str(home),
@@ -113,7 +113,7 @@ class Tree:
         }
 
     def run(self, program: str, *words: str, folder: Path, ranks: int = 1, timeout_s: float = 120.0) -> Done:
-        """Run a command, in as many processes as ``torchrun`` would start."""
+        """Run a command, in ``ranks`` processes as ``torchrun`` starts them."""
         return self._ask(program, {"words": words}, folder, ranks, timeout_s)
 
     def read(self, readers: Sequence[str], argument: Path, kind: str, folder: Path) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Tree:
             servers.put(server)
 
     def map(self, function: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[Any]:
-        """Results of a function of each job, in order; as many at a time as there are servers."""
+        """Results of a function of each job, in order; each server runs one at a time."""
         with ThreadPoolExecutor(self.jobs) as pool:
             yield from pool.map(function, jobs)
 
