@@ -583,8 +583,13 @@ def _answer(planner: ScriptedPlanner, run: Run) -> None:
 
 def _answer_until(ended: threading.Event, planner: ScriptedPlanner, run: Run) -> None:
     while not ended.is_set():
-        if planner.pending() is not None:
-            _answer(planner, run)
+        try:
+            if planner.pending() is not None:
+                _answer(planner, run)
+        except Exception:
+            # The run would wait for its answer until the planner's timeout.
+            kill_workers(run.processes)
+            raise
         time.sleep(0.005)
 
 

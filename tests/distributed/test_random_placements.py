@@ -126,7 +126,7 @@ def test_pair_of_features_is_valid_or_refused_with_one_reason():
 
 
 LAYOUTS = 60  # of four minutes
-VALID_PAIRS = 3104
+VALID_PAIRS = 3100
 
 
 def pairs_of(commits, layouts):
