@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.levels import IS_COMPLETE
+
 FOLDER = Path(__file__).parent
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-IS_COMPLETE = re.compile(r"^pytestmark = (?:\[[^\]]*)?pytest\.mark\.complete\b", re.MULTILINE)
 USES_POOLS = re.compile(r"^from tests\.distributed\.(?:workers|random_placements) import ", re.MULTILINE)
 # What a test records under these names (``record_property``) is printed at the end of the run.
 RECORDED = ("layouts", "documents")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import suite
-from tests.conftest import IS_COMPLETE
+from tests.levels import IS_COMPLETE
 from tests.mutants.mutate import read_table
 from tests.paths import ROOT
 

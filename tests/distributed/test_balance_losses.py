@@ -13,10 +13,24 @@ from dynmo_train.models.experts.moe_shape import MoeShape
 from dynmo_train.models.experts.router import RouterShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import set_parallel_dims
-from tests.distributed.layouts import CUT, D2, E2, OVERLAP, PD, T2, TE, ZERO, Layout, close, play_lists, play_named
+from tests.distributed.layouts import (
+    CUT,
+    D2,
+    E2,
+    OVERLAP,
+    PD,
+    T2,
+    TE,
+    ZERO,
+    Layout,
+    close,
+    play_lists,
+    play_named,
+)
 from tests.distributed.scenario import Scenario
 from tests.distributed.test_placement import cut
 from tests.distributed.workers import run_workers
+from tests.levels import complete_but, of_level
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -49,7 +63,7 @@ def one():
 
 
 @pytest.fixture(scope="module")
-def two():
+def two(request):
     scenarios = {
         "moving, recomputed": MOVING,
         "zero-bubble": replace(BALANCED, schedule="zero-bubble"),
@@ -63,14 +77,18 @@ def two():
         "recomputing replicas": Layout(dims=D2, scenario=replace(BALANCED, recompute=True), settings=OVERLAP),
         "ZeRO": Layout(dims=D2, scenario=BALANCED, settings=ZERO),
     }
+    layouts = of_level(request.config, layouts, "moving, recomputed", "replicas", "recomputing replicas")
     return play_lists(2, {name: [layout] for name, layout in layouts.items()})
 
 
-@pytest.mark.parametrize("name", ["moving, recomputed", "zero-bubble", "interleaved", "v-shaped"])
+@pytest.mark.parametrize(
+    "name", complete_but(["moving, recomputed", "zero-bubble", "interleaved", "v-shaped"], "moving, recomputed")
+)
 def test_two_stages_have_the_bits_of_one(name, one, two):
     assert two[name] == one["balanced"]
 
 
+@pytest.mark.complete
 def test_sinkhorn_two_stages_have_the_bits_of_one(one, two):
     assert two["sinkhorn"] == one["sinkhorn"]
 
@@ -88,12 +106,14 @@ def test_recomputing_replicas_have_the_same_bits(two):
     assert two["recomputing replicas"] == two["replicas"]
 
 
+@pytest.mark.complete
 def test_zero_replicas_share_whole_biases(two):
     [got], [expected] = two["ZeRO"], two["replicas"]
     close(got, expected)
     assert got["weights"].keys() == expected["weights"].keys()
 
 
+@pytest.mark.complete
 def test_two_stages_of_two_replicas_have_the_bits_of_one_stage(two):
     layout = Layout(dims=PD, scenario=replace(MOVING, schedule="zero-bubble"))
     assert play_lists(4, {"both": [layout]})["both"] == two["replicas"]
@@ -124,15 +144,15 @@ def layouts_of(axes, losses=LOSSES):
 
 
 @pytest.fixture(scope="module")
-def axes_one():
-    return play_named(1, layouts_of({"one": (ParallelDims(), {})}, LOSSES | ALL))
+def axes_one(request):
+    layouts = layouts_of({"one": (ParallelDims(), {})}, LOSSES | ALL)
+    return play_named(1, of_level(request.config, layouts, "sequence, one"))
 
 
 @pytest.fixture(scope="module")
-def axes_two():
-    return play_named(
-        2, layouts_of({**AXES, **REPLICAS, "replicas": (D2, {})}) | layouts_of({"replicas": (D2, {})}, ALL)
-    )
+def axes_two(request):
+    layouts = layouts_of({**AXES, **REPLICAS, "replicas": (D2, {})}) | layouts_of({"replicas": (D2, {})}, ALL)
+    return play_named(2, of_level(request.config, layouts, "sequence, context"))
 
 
 @pytest.fixture(scope="module")
@@ -152,28 +172,32 @@ def near(got, expected):
     assert biases_of(got) == biases_of(expected)
 
 
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("axis", complete_but(AXES, "context"))
+@pytest.mark.parametrize("loss", complete_but(LOSSES, "sequence"))
 def test_tensor_and_context_ranks_are_near_one_process(loss, axis, axes_one, axes_two):
     near(axes_two[f"{loss}, {axis}"], axes_one[f"{loss}, one"])
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("axis", REPLICAS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_expert_ranks_are_near_replicas_with_all_experts(loss, axis, axes_two):
     near(axes_two[f"{loss}, {axis}"], axes_two[f"{loss}, replicas"])
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("loss", [name for name, moe in LOSSES.items() if not moe.global_aux_loss_coeff])
 def test_replicas_are_near_one_process(loss, axes_one, axes_two):
     near(axes_two[f"{loss}, replicas"], axes_one[f"{loss}, one"])
 
 
+@pytest.mark.complete
 def test_two_axes_together_are_near_one(axes_one, axes_two, axes_four):
     near(axes_four["all, tensor, context"], axes_one["all, one"])
     near(axes_four["all, tensor, experts"], axes_two["all, replicas"])
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("loss", ["auxiliary", "sequence", "batch", "z"])
 def test_each_loss_changes_the_gradients_of_one_process(loss, axes_one):
     assert axes_one[f"{loss}, one"]["norms"] != axes_one["biases, one"]["norms"]

@@ -61,11 +61,13 @@ def whole(data, tmp_path_factory):
     return run
 
 
+@pytest.mark.complete
 def test_conversations_are_learned(whole):
     losses = [loss for _, (loss, _) in sorted(figures(whole).items())]
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.complete
 def test_run_on_conversations_has_the_same_bits_on_two_stages(data, whole, tmp_path):
     layout = {"pipeline_model_parallel_size": "2", "rebalance_interval": "2"}
     flags = ("--sft", "--data-path", str(data), "--balance", "online", "--balance-lockstep")
@@ -74,6 +76,7 @@ def test_run_on_conversations_has_the_same_bits_on_two_stages(data, whole, tmp_p
     assert text.count("conversations in") == 1
 
 
+@pytest.mark.complete
 def test_run_on_conversations_resumes_with_the_same_bits(data, whole, tmp_path):
     run = tmp_path / "run"
     train(None, run, 1, "--sft", "--data-path", str(data), **OPTIONS, exit_interval="6")
@@ -83,6 +86,7 @@ def test_run_on_conversations_resumes_with_the_same_bits(data, whole, tmp_path):
     assert tensors(run, 10) == tensors(whole, 10)
 
 
+@pytest.mark.complete
 def test_packing_and_mask_change_the_losses(data, whole, tmp_path):
     train(None, tmp_path / "padded", 1, "--sft", "--no-sft-packing", "--data-path", str(data), **OPTIONS)
     train(None, tmp_path / "text", 1, "--data-path", str(data), **OPTIONS)
@@ -114,6 +118,7 @@ def test_loss_per_token_does_not_depend_on_microbatches_and_replicas(data, tmp_p
             assert (loss, norm) == pytest.approx(expected[step], rel=2e-4), name
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("shards", [None, "2"])
 def test_depths_have_the_loss_per_token_on_context_ranks(data, tmp_path, shards):
     flags = ("--sft", "--no-sft-packing", "--data-path", str(data), "--attention-dropout", "0", "--hidden-dropout", "0")

@@ -8,9 +8,21 @@ import pytest
 import torch
 
 from dynmo_train.parallel.dims import ParallelDims
-from tests.distributed.layouts import CUT, FAMILIES, OVERLAP, PLAIN, ZERO, ZERO_1, ZERO_3, Layout, close, play_named
+from tests.distributed.layouts import (
+    CUT,
+    FAMILIES,
+    OVERLAP,
+    PLAIN,
+    ZERO,
+    ZERO_1,
+    ZERO_3,
+    Layout,
+    close,
+    play_named,
+)
 from tests.distributed.scenario import Scenario
 from tests.distributed.whole_runs import close_losses, figures, lines, tensors, train, write_data
+from tests.levels import complete_but, of_level
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -52,13 +64,13 @@ FOUR = {
 
 
 @pytest.fixture(scope="module")
-def one():
-    return play_named(1, ONE)
+def one(request):
+    return play_named(1, of_level(request.config, ONE, "gpt"))
 
 
 @pytest.fixture(scope="module")
-def two():
-    return play_named(2, TWO)
+def two(request):
+    return play_named(2, of_level(request.config, TWO, "gpt", "gpt, zero 2"))
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +78,16 @@ def four():
     return play_named(4, FOUR)
 
 
-@pytest.mark.parametrize("name", [name for name in TWO if name not in ("dropping", "mixtral", "mixtral, experts")])
+NEAR_ONE = [name for name in TWO if name not in ("dropping", "mixtral", "mixtral, experts")]
+
+
+@pytest.mark.parametrize("name", complete_but(NEAR_ONE, "gpt", "gpt, zero 2"))
 def test_two_context_ranks_are_near_one_process(name, one, two):
     # A token between two experts may go to the other one: a norm shows that before the mean loss does.
     close(two[name], one[name.partition(",")[0]], norms=1e-3 if "mixtral" in name else 1e-4)
 
 
+@pytest.mark.complete
 def test_weights_of_context_ranks_are_near_one_process_after_20_steps(one, two):
     """Adam divides by the gradient's size, so that a weight with nearly no gradient may differ by steps of lr 3e-3."""
     values, expected = two["long"]["values"], one["long"]["values"]
@@ -81,15 +97,18 @@ def test_weights_of_context_ranks_are_near_one_process_after_20_steps(one, two):
         assert float((got - whole).norm() / whole.norm()) < 1e-4, name
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", FOUR)
 def test_context_with_other_axes_is_near_one_process(name, one, four):
     close(four[name], one[name.partition(",")[0]])
 
 
+@pytest.mark.complete
 def test_experts_over_context_ranks_are_near_own_experts(two):
     close(two["mixtral, experts"], two["mixtral"])
 
 
+@pytest.mark.complete
 def test_context_run_resumes_with_other_sizes(tmp_path):
     """With ZeRO 2: without a stop; resumed with a pipeline, the same bits; resumed with one process."""
     data = write_data(tmp_path / "data")

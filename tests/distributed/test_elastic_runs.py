@@ -66,6 +66,7 @@ def test_packed_run_resumes_on_another_size(static):
     assert tensors(run, 24) == weights
 
 
+@pytest.mark.complete
 def test_interleaved_run_of_replicas_is_packed(static):
     """Two stages on each worker, two replicas: all processes of the released worker leave."""
     folder, data, _, _ = static
@@ -106,6 +107,7 @@ def test_invalid_resize_request_is_logged_once(static, text, words):
     assert (run / "requests" / "resize.refused.json").exists()
 
 
+@pytest.mark.complete
 def test_launched_run_releases_and_grows_again(static):
     """2 workers, 1 of them released, then 3 by request: the launcher starts them, the losses are the same."""
     folder, data, expected, weights = static

@@ -71,22 +71,26 @@ def four():
     )
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", ["dropless", "expert choice", "padded", "bf16, pruned, frozen"])
 def test_two_ranks_have_the_same_bits_wherever_experts_and_copies_are(name, two):
     first, *others = two[name]
     assert all(other == first for other in others)
 
 
+@pytest.mark.complete
 def test_chunks_agree_with_whole_products(two):
     close(two["dropless"][0], two["without"][0])
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", ["layers move", "dropless", "two groups", "tensor", "four ranks"])
 def test_four_ranks_have_the_same_bits_wherever_experts_and_copies_are(name, four):
     first, *others = four[name]
     assert all(other == first for other in others)
 
 
+@pytest.mark.complete
 def test_two_stages_have_the_bits_of_one(two, four):
     assert four["dropless"][1] == two["dropless"][0]
 
@@ -121,6 +125,7 @@ def test_run_with_planned_copies_has_the_bits_of_one_without(tmp_path):
     verify(moving)
 
 
+@pytest.mark.complete
 def test_run_with_copies_by_joint_plans_has_the_bits_of_one_without(tmp_path):
     data, still, joint = write_data(tmp_path / "data"), tmp_path / "still", tmp_path / "joint"
     options = RUN | {"pipeline_model_parallel_size": "1"}

@@ -70,6 +70,7 @@ def test_start_with_other_lr_ends_both_ranks_with_a_table(tmp_path):
     assert not run.exists()
 
 
+@pytest.mark.complete
 def test_start_with_other_options_data_or_torch_ends(tmp_path):
     data = write_data(tmp_path / "data")
     for folder, flipped in (("copy", 0), ("other", 1)):
@@ -118,6 +119,7 @@ def compare_data(world, one: str, other: str) -> str:
     return "same"
 
 
+@pytest.mark.complete
 def test_sidecars_detect_one_other_token_of_large_data(tmp_path):
     """The token lies between the places that are sampled; without sidecars it passes."""
     places = write_two(tmp_path, (64 << 20) + 1)
@@ -149,6 +151,7 @@ def write_two(folder: Path, size: int) -> list[Path]:
     return places
 
 
+@pytest.mark.complete
 def test_one_other_token_of_data_up_to_64_mib_is_detected(tmp_path):
     places = write_two(tmp_path, 64 << 20)
     first, second = run_workers(compare_data, 2, *map(str, places))
@@ -165,6 +168,7 @@ def warned_of(world, data: str, hosts: list[str]) -> list[str]:
     return printed
 
 
+@pytest.mark.complete
 def test_hosts_with_large_data_get_one_warning(tmp_path):
     data, _ = write_two(tmp_path, (64 << 20) + 1)
     first, second = run_workers(warned_of, 2, str(data), ["a", "b"])

@@ -12,6 +12,7 @@ from tests.distributed.scenario import Scenario, engine_of, merged, play
 from tests.distributed.static_memory import on_static_memory
 from tests.distributed.test_placement import cut, vee
 from tests.distributed.workers import run_workers
+from tests.levels import complete_but
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -36,7 +37,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", complete_but(CASES, "1 worker, gpipe", "2 workers, moving"))
 def test_items_on_static_memory_have_the_bits_of_plain_ones(name):
     workers, scenario = CASES[name]
     plain = replace(scenario, schedule="gpipe", virtual=1, moves=())

@@ -111,6 +111,7 @@ def test_failure_ends_all_with_its_exit_code_and_message(tmp_path):
     assert not lives(int((tmp_path / "pid-0").read_text()))
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_to_the_launcher_ends_all_workers(tmp_path, number, code):
     process = start(tmp_path, STUBBORN)
@@ -140,6 +141,7 @@ sys.exit(143)
 """
 
 
+@pytest.mark.complete
 def test_terminated_launch_waits_for_the_save(tmp_path):
     process = start(tmp_path, SAVES, grace_s=0.5, save_s=300.0)
     wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2, "two workers", process)
@@ -163,6 +165,7 @@ def test_workers_end_with_a_killed_launcher(tmp_path):
         wait_for_exit(pid)
 
 
+@pytest.mark.complete
 def test_restart_request_grows_the_run(tmp_path):
     program = BEGIN_RUN + (
         "if start == 'round-0':\n"
@@ -192,6 +195,7 @@ def test_failed_run_is_restarted_up_to_the_limit(tmp_path):
     assert code == 4
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -208,6 +212,7 @@ def test_launcher_restarts_only_a_run(tmp_path, code, message):
     assert "restarting from" not in err
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("restarts", [0, 3])
 def test_log_folder_that_is_lost_during_the_launch_hides_no_error(tmp_path, restarts):
     lose = "os.rename('logs', 'old')\nPath('logs').write_text('a file')\nsys.exit(7)\n"

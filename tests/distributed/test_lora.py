@@ -24,6 +24,7 @@ from tests.distributed.test_families import cut as family_cut
 from tests.distributed.test_placement import WANDER
 from tests.distributed.whole_runs import figures, manifest_of, run_command, tensors, train, verify
 from tests.distributed.workers import run_workers
+from tests.levels import complete_but
 
 SHAPE = {
     "pruning_start_iter": None,
@@ -68,6 +69,7 @@ def test_only_adapters_are_trained_and_have_optimizer_state(base, tuned):
     assert all(bool(tensor.any()) for tensor in loaded.values())
 
 
+@pytest.mark.complete
 def test_adapters_have_the_same_bits_on_two_stages(base, tuned, tmp_path):
     tune(base, tmp_path / "two", 2, pipeline_model_parallel_size="2", schedule="zero-bubble")
     assert figures(tmp_path / "two") == figures(tuned)
@@ -86,6 +88,7 @@ class Adapted(Scenario):
         return {"lora": partial(FrozenBase, replace(self, shards=None).family().frozen_front)}
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj", "fc1"), ("down_proj",)])
 def test_adapters_move_with_their_layers(precision, targets):
@@ -98,6 +101,7 @@ def test_adapters_move_with_their_layers(precision, targets):
     assert not any(name.endswith("exp_avg") and not is_adapter(name) for name in expected["weights"])
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(("model", "precision"), [("gpt", "bf16"), ("deepseek", "fp32")])
 def test_adapters_move_with_a_sharded_vocabulary(model, precision):
     """Depths of multi-token prediction have none, and read a table that does not train."""
@@ -114,6 +118,7 @@ def test_adapters_move_with_a_sharded_vocabulary(model, precision):
     assert all(map(is_adapter, trained))
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("flags", "options"), [((), {}), (("--lora-save-adapters",), {}), (("--zero-stage", "2"), {"zero": "2"})]
 )
@@ -134,6 +139,7 @@ def test_adapters_of_a_run_with_a_sharded_vocabulary(base, undropped, tmp_path, 
     train(None, tmp_path / "more", 1, *LORA, *UNDROPPED, **(SHAPE | {"train_iters": "9"}), load=str(run))
 
 
+@pytest.mark.complete
 def test_adapters_resume_with_the_same_bits(base, tuned, tmp_path):
     run = tmp_path / "run"
     tune(base, run, exit_interval="5")
@@ -142,6 +148,7 @@ def test_adapters_resume_with_the_same_bits(base, tuned, tmp_path):
     assert tensors(run, 8) == tensors(tuned, 8)
 
 
+@pytest.mark.complete
 def test_adapters_on_two_replicas_have_nearly_the_same_losses(base, tuned, tmp_path):
     tune(base, tmp_path / "run", 2, data_parallel_size=None)
     for step, (loss, _) in figures(tmp_path / "run").items():
@@ -165,7 +172,7 @@ def undropped(base):
     return base.parent / "undropped"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", complete_but(LAYOUTS, "tensor"))
 def test_adapters_of_a_sharded_run_are_those_of_one_process(base, undropped, tmp_path, layout):
     workers, flags, options = LAYOUTS[layout]
     tune(base, tmp_path / "run", workers, *UNDROPPED, *flags, **options)
@@ -182,6 +189,7 @@ def test_adapters_of_a_sharded_run_are_those_of_one_process(base, undropped, tmp
     assert sorted(figures(tmp_path / "more")) == [9, 10]
 
 
+@pytest.mark.complete
 def test_adapters_alone_are_saved_and_resumed_with_the_same_bits(base, tuned, tmp_path):
     run = tmp_path / "run"
     tune(base, run, 1, "--lora-save-adapters", exit_interval="5")
@@ -236,7 +244,7 @@ def test_adapters_over_pruned_weights_are_evaluated_whole(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("damage", ["manifest", "missing", "weights"])
+@pytest.mark.parametrize("damage", complete_but(["manifest", "missing", "weights"], "manifest"))
 def test_adapters_alone_on_another_base_are_refused(base, tmp_path, damage):
     shutil.copytree(base, tmp_path / "base")
     tune(tmp_path / "base", tmp_path / "run", 1, "--lora-save-adapters", train_iters="2", eval_interval="2")
@@ -260,6 +268,7 @@ def test_adapters_alone_on_another_base_are_refused(base, tmp_path, damage):
     assert {"missing": "put it back", "manifest": "not the base", "weights": "the bytes were altered"}[damage] in text
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -288,6 +297,7 @@ def test_adapters_alone_need_a_base(tmp_path, flags, words):
     assert words in text
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -335,6 +345,7 @@ def command(*words):
     return text
 
 
+@pytest.mark.complete
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_exported_adapter_has_the_logits_of_the_merged_model(tmp_path):
     pytest.importorskip("transformers")
@@ -352,12 +363,14 @@ def test_exported_adapter_has_the_logits_of_the_merged_model(tmp_path):
     check_exports(tmp_path / "base-hf", tmp_path / "adapter", tmp_path / "merged-hf")
 
 
+@pytest.mark.complete
 def test_export_of_a_model_without_adapters_is_refused(base, tmp_path):
     code, text = run_command(["export-adapter", "--load", str(base), "-o", str(tmp_path / "out")])
     assert code == 2
     assert "has no adapters" in text
 
 
+@pytest.mark.complete
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_exported_adapter_of_a_gpt_has_the_logits_of_the_merged_model(base, tuned, tmp_path):
     pytest.importorskip("transformers")
@@ -368,6 +381,7 @@ def test_exported_adapter_of_a_gpt_has_the_logits_of_the_merged_model(base, tune
     check_exports(tmp_path / "base-hf", tmp_path / "adapter", tmp_path / "merged-hf")
 
 
+@pytest.mark.complete
 def test_export_to_a_directory_with_files_is_refused(tuned, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")

@@ -19,6 +19,7 @@ from tests.distributed.whole_runs import (
     write_data,
 )
 from tests.distributed.workers import run_workers
+from tests.levels import complete_but
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -95,7 +96,7 @@ def assert_same_run(run, expected):
     assert spikes["skipped_samples"] == [[POISONED.start, POISONED.stop]]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", complete_but([1, 2], 2))
 def test_loss_spike_is_rolled_back_and_its_batch_is_skipped(skipping, workers):
     folder, data = skipping
     run = folder / f"spike-{workers}"
@@ -113,6 +114,7 @@ def test_loss_spike_is_rolled_back_and_its_batch_is_skipped(skipping, workers):
     verify(run)
 
 
+@pytest.mark.complete
 def test_resume_after_rollback_skips_the_same_samples(skipping):
     folder, data = skipping
     run = folder / "resumed"
@@ -123,6 +125,7 @@ def test_resume_after_rollback_skips_the_same_samples(skipping):
     assert len(incidents(run)) == 2
 
 
+@pytest.mark.complete
 def test_steps_that_are_not_finite_are_rolled_back_after_the_limit(skipping):
     folder, data = skipping
     run, spikes = folder / "not-finite", {"loss_spike_threshold": None, "loss_spike_window": None}
@@ -138,6 +141,7 @@ def test_steps_that_are_not_finite_are_rolled_back_after_the_limit(skipping):
     assert found[-1]["skipped_samples"] == [samples.start, samples.stop]
 
 
+@pytest.mark.complete
 def test_rollbacks_to_one_checkpoint_are_bounded(skipping):
     folder, data = skipping
     run = folder / "bounded"
@@ -154,6 +158,7 @@ def test_rollbacks_to_one_checkpoint_are_bounded(skipping):
     assert ends == [160, 176, 192]
 
 
+@pytest.mark.complete
 def test_reported_loss_spike_changes_nothing(skipping):
     folder, data = skipping
     run = folder / "reported"
@@ -163,6 +168,7 @@ def test_reported_loss_spike_changes_nothing(skipping):
     assert figures(run)[10][0] > 2 * figures(run)[9][0]
 
 
+@pytest.mark.complete
 def test_replay_step_after_a_rollback_skips_the_same_samples(skipping):
     folder, data = skipping
     run = folder / "replayed"

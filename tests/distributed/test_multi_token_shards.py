@@ -15,6 +15,7 @@ from tests.distributed.test_release import play as play_release
 from tests.distributed.test_vocabulary_parallel import plain_values
 from tests.distributed.whole_runs import figures, lines, train, write_data
 from tests.distributed.workers import run_workers
+from tests.levels import complete_but
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -41,7 +42,7 @@ def test_depths_move_when_workers_are_released():
 
 
 @pytest.mark.parametrize("freeze", [(), ((3, 1), (6, 3))], ids=["", "frozen"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", complete_but(["fp32", "bf16"], "fp32"))
 def test_depths_are_near_those_with_whole_tables(precision, freeze):
     """The losses of the model and of each depth, the norms, and the evaluation."""
     scenario = replace(SHARDED, precision=precision, freeze=freeze)
@@ -64,6 +65,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_depths_on_parallel_ranks(name):
     """Near one rank without shards."""
@@ -75,6 +77,7 @@ def test_depths_on_parallel_ranks(name):
     assert alone["norms"] == pytest.approx(whole["norms"], rel=1e-5)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("extra", [[], ["--untie-embeddings-and-output-weights"]], ids=["tied", "untied"])
 def test_run_with_depths_is_near_one_without_shards(tmp_path, extra):
     data = write_data(tmp_path / "data")

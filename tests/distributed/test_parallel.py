@@ -33,6 +33,7 @@ from tests.distributed.layouts import (
     play_named,
 )
 from tests.distributed.whole_runs import close_losses, figures, lines, tensors, train, verify, write_data
+from tests.levels import complete_but, of_level
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -83,34 +84,37 @@ FOUR_OTHERS = {
 
 
 @pytest.fixture(scope="module")
-def one():
-    return play_named(1, ONE)
+def one(request):
+    return play_named(1, of_level(request.config, ONE, "dropping", "plain", "decoder"))
 
 
 @pytest.fixture(scope="module")
-def two():
-    return play_named(2, TWO)
+def two(request):
+    claims = ("replicas", "zero 2", "zero 3", "plain, cut", "plain, cut along tokens")
+    return play_named(2, of_level(request.config, TWO, *claims))
 
 
 @pytest.fixture(scope="module")
-def two_families():
-    return play_named(2, TWO_FAMILIES)
+def two_families(request):
+    return play_named(2, of_level(request.config, TWO_FAMILIES, "decoder"))
 
 
 @pytest.fixture(scope="module")
-def four_others():
-    return play_lists(4, FOUR_OTHERS)
+def four_others(request):
+    return play_lists(4, of_level(request.config, FOUR_OTHERS, "plain, both"))
 
 
 def test_replicas_have_nearly_the_losses_of_one_process(one, two):
     close(two["replicas"], one["dropping"])
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_stage_is_near_plain_replicas_after_20_steps(stage, two):
     close(two[f"zero {stage}, long"], two["replicas, long"])
 
 
+@pytest.mark.complete
 def test_zero_reduction_per_step_is_near_that_per_microbatch(two):
     close(two["zero 2, reduced per step"], two["zero 2"])
 
@@ -119,6 +123,7 @@ def test_zero_3_has_the_bits_of_zero_2(two):
     assert two["zero 3"] == two["zero 2"]
 
 
+@pytest.mark.complete
 def test_overlapped_gradient_reduction_has_the_same_bits(two):
     assert two["replicas, overlapped"] == two["replicas"]
 
@@ -131,33 +136,39 @@ def test_tensor_parallelism_has_nearly_the_losses_of_one_process(one, two, four_
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *FAMILIES,
-        "llama, cut along tokens",
-        "decoder, cut along tokens",
-        "deepseek, cut along tokens",
-        "t5, cut along tokens",
-        "mixtral, replicas",
-        "mixtral, shared experts",
-        "mixtral-padded, shared experts",
-        "mixtral-dropless, shared experts",
-    ],
+    complete_but(
+        [
+            *FAMILIES,
+            "llama, cut along tokens",
+            "decoder, cut along tokens",
+            "deepseek, cut along tokens",
+            "t5, cut along tokens",
+            "mixtral, replicas",
+            "mixtral, shared experts",
+            "mixtral-padded, shared experts",
+            "mixtral-dropless, shared experts",
+        ],
+        "decoder",
+    ),
 )
 def test_family_on_two_processes_has_nearly_the_losses_of_one(name, one, two_families):
     # A token between two experts may go to the other one: a norm shows that before the mean loss does.
     close(two_families[name], one[name.partition(",")[0]], norms=1e-3 if "mixtral" in name else 1e-4)
 
 
+@pytest.mark.complete
 def test_dropout_with_tensor_parallelism_draws_other_numbers(one, two):
     assert two["cut"]["losses"] != pytest.approx(one["dropping"]["losses"], rel=1e-5)
     assert two["cut"]["losses"] != two["cut along tokens"]["losses"]
 
 
+@pytest.mark.complete
 def test_padded_capacity_has_nearly_the_losses_without_padding(one):
     close(one["mixtral-padded"], one["mixtral"])
     assert one["mixtral-dropless"]["losses"] != pytest.approx(one["mixtral"]["losses"], rel=1e-5)
 
 
+@pytest.mark.complete
 def test_expert_parallelism_with_other_axes_has_the_losses_without(one, four_others):
     for got in four_others["mixtral, shared experts otherwise"]:
         close(got, one["mixtral"], norms=1e-3)
@@ -168,6 +179,7 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("parallel") / "data")
 
 
+@pytest.mark.complete
 def test_run_of_replicas_saves_resumes_and_is_profiled(data, tmp_path):
     """From the command line, with ZeRO 3: without a stop; resumed with a pipeline; resumed with one process."""
     whole, stopped, child = (tmp_path / name for name in ("whole", "stopped", "child"))
@@ -187,6 +199,7 @@ def test_run_of_replicas_saves_resumes_and_is_profiled(data, tmp_path):
     verify(stopped)
 
 
+@pytest.mark.complete
 def test_tensor_parallel_run_resumes_on_any_layout(data, tmp_path):
     """Slices in the checkpoint, the whole in any process that asks for it; and back."""
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -206,6 +219,7 @@ def test_tensor_parallel_run_resumes_on_any_layout(data, tmp_path):
     verify(run)
 
 
+@pytest.mark.complete
 def test_curriculum_shards_samples_by_their_tokens(data, tmp_path):
     growing = {"curriculum_shortest": "8", "curriculum_steps": "6", "train_iters": "8", "eval_interval": "4"}
     growing |= {"attention_dropout": "0", "hidden_dropout": "0", "lr_decay_iters": "24"}

@@ -123,6 +123,7 @@ def test_checkpoint_loads_with_any_axis_changed(tmp_path):
     verify(tmp_path)
 
 
+@pytest.mark.complete
 def test_resume_with_equal_replicas_has_the_same_bits(tmp_path):
     """With dropout, pruning and a loss scale that falls on the way: random numbers and scale come along too."""
     results = run_workers(chain, 4, REPLICAS, str(tmp_path / "checkpoints"))
@@ -158,6 +159,7 @@ def resume_and_move(world: World, settings: dict, folder: str, moves: dict[int, 
     return {"losses": losses, "moved": moved, "state": whole_state(save(engine, Path(folder) / "moved", facts(5)))}
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("settings", STAGES, ids=str)
 def test_moves_after_a_resume_transfer_sharded_moments(tmp_path, settings):
     """Before the first step on the new rank, where nothing has used the moments, and back after one."""
@@ -184,6 +186,7 @@ def prepare_and_save(world: World, layout: Layout, folder: str) -> tuple[int, in
     return len(prepared), len(used), [name for name in used if used[name] != prepared.get(name)]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("settings", STAGES, ids=str)
 def test_host_buffers_are_allocated_as_they_are_saved(tmp_path, settings):
     scenarios = {PD: replace(DROPPING, precision="fp32"), PE: EXPERTS}
@@ -193,6 +196,7 @@ def test_host_buffers_are_allocated_as_they_are_saved(tmp_path, settings):
             assert (prepared, elsewhere) == (used, [])
 
 
+@pytest.mark.complete
 def test_resume_of_sharded_experts_on_other_axes_continues_losses(tmp_path):
     """Mixtral with ZeRO and sharded experts, resumed with other sizes of every axis, and last by one process."""
     data = write_data(tmp_path / "data")

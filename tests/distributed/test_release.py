@@ -18,6 +18,7 @@ from tests.distributed.layouts import Layout, engine_on
 from tests.distributed.scenario import Scenario, batch_of, digest
 from tests.distributed.test_placement import NAMES, cut
 from tests.distributed.workers import run_workers
+from tests.levels import complete_but
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -141,7 +142,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", complete_but(CASES, "pipeline", "twice, to one"))
 def test_release_leaves_the_bits_of_the_others(name):
     dims, scenario, settings, releases = CASES[name]
     layout = Layout(dims=dims, scenario=scenario, settings=settings)

@@ -39,6 +39,7 @@ def test_new_run_starts_from_a_step_of_another(whole):
     assert tensors(folder / "child", 24) == weights
 
 
+@pytest.mark.complete
 def test_async_checkpoints_have_the_state_of_their_step(whole):
     folder, data, expected, weights = whole
     options = {"save_interval": "7", "keep_checkpoints": "3"}
@@ -65,6 +66,7 @@ GROWING = {
 }
 
 
+@pytest.mark.complete
 def test_rampup_and_curriculum_have_the_same_bits_after_a_resume(whole):
     folder, data, _, _ = whole
     train(data, folder / "growing", 1, train_iters=None, **GROWING)
@@ -94,6 +96,7 @@ STEPPED = {
 }
 
 
+@pytest.mark.complete
 def test_steps_of_the_batch_size_have_the_same_bits_after_a_resume(whole):
     folder, data, _, _ = whole
     train(data, folder / "stepped", 1, train_iters=None, **STEPPED)
@@ -108,6 +111,7 @@ def test_steps_of_the_batch_size_have_the_same_bits_after_a_resume(whole):
     assert tensors(folder / "stepped-3", 28) == tensors(folder / "stepped", 28)
 
 
+@pytest.mark.complete
 def test_load_without_optimizer_or_progress_restarts_them(whole):
     folder, data, expected, _weights = whole
     train(data, folder / "tuned", 1, "--finetune", "--no-save-optim", load=str(folder / "whole"), train_iters="2")
@@ -122,6 +126,7 @@ def test_load_without_optimizer_or_progress_restarts_them(whole):
     assert set(state["optimizer"]["steps"].values()) == {2}
 
 
+@pytest.mark.complete
 def test_skip_train_only_evaluates(whole):
     folder, data, _, weights = whole
     evaluations = []
@@ -162,6 +167,7 @@ def test_load_without_a_checkpoint_warns_and_starts(whole, tmp_path):
 
 
 # Another batch size may resume: tests/distributed/test_interrupted.py.
+@pytest.mark.complete
 @pytest.mark.parametrize(("options", "message"), [({"hidden_size": "64"}, "is a checkpoint of another model")])
 def test_checkpoint_that_does_not_fit_is_an_error(whole, tmp_path, options, message):
     folder, data, _, _ = whole

@@ -11,6 +11,7 @@ import pytest
 from dynmo_ckpt.formats.checkpoint import seal
 from tests.distributed.whole_runs import arguments, run_command, train, write_data
 from tests.distributed.workers import run_workers
+from tests.levels import complete_but
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -42,8 +43,8 @@ def load(data, folder, checkpoint, *extra):
     return run_workers(run_command, 1, words, joins=False)[0]
 
 
-@pytest.mark.parametrize("role", ["parameter", "buffer"])
-@pytest.mark.parametrize("options", [(), ("--finetune",), ("--no-load-optim",)])
+@pytest.mark.parametrize("role", complete_but(["parameter", "buffer"], "parameter"))
+@pytest.mark.parametrize("options", complete_but([[], ["--finetune"], ["--no-load-optim"]], []))
 def test_extra_weight_is_refused_by_name(saved, tmp_path, role, options):
     data, checkpoint = saved
     shutil.copytree(checkpoint, tmp_path / checkpoint.name)
@@ -79,7 +80,7 @@ def open_for_evaluation(folder):
     return ""
 
 
-@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("layer", complete_but(range(4), 0))
 def test_evaluation_refuses_the_weight_whatever_rank_checks_it(tmp_path, layer):
     m = native_checkpoints.model(num_layers=4, padded_vocab_size=36, max_position_embeddings=24)
     native_checkpoints.save(tmp_path / "native", native_checkpoints.parameters(m, seed=4), m)

@@ -10,6 +10,7 @@ from dynmo_train.parallel.dims import ParallelDims
 from tests.distributed.layouts import Layout, play_layouts
 from tests.distributed.scenario import Scenario
 from tests.distributed.workers import run_workers
+from tests.levels import complete_but, of_level
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -34,8 +35,9 @@ def played(size: int, layouts: list[Layout]) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def two():
-    return dict(zip(NEAR, played(2, list(NEAR.values())), strict=True))
+def two(request):
+    layouts = of_level(request.config, NEAR, "tensor", "zero 3, tied")
+    return dict(zip(layouts, played(2, list(layouts.values())), strict=True))
 
 
 # Two copies of the shards of two replicas.
@@ -54,9 +56,9 @@ def whole():
     return played(1, [Layout(dims=ParallelDims(), scenario=each) for each in scenarios])
 
 
-@pytest.mark.parametrize("name", [*NEAR, "hybrid, tied"])
-def test_shards_that_ranks_share_are_near_one_process(two, hybrid, whole, name):
-    expected, found = whole["tied" in name], two[name] if name in NEAR else hybrid
+@pytest.mark.parametrize("name", complete_but([*NEAR, "hybrid, tied"], "tensor", "zero 3, tied"))
+def test_shards_that_ranks_share_are_near_one_process(request, two, whole, name):
+    expected, found = whole["tied" in name], two[name] if name in NEAR else request.getfixturevalue("hybrid")
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
