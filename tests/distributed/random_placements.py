@@ -722,8 +722,8 @@ class Matrix:
         """The layout of a number."""
         return draw(self.seed, number, max_processes=self.max_processes, compiler=self.compiler)
 
-    def train(self, drawn: Drawn, folder: Path, inputs: dict[str, Options]) -> str | None:
-        """Train a layout; its report where it differs."""
+    def train(self, drawn: Drawn, folder: Path, inputs: dict[str, Options], arguments: str | None = None) -> str | None:
+        """Train a layout; its report where it differs, with the arguments of this program that repeat it."""
         number, begin = drawn.number, time.monotonic()
         problems = list(differences(drawn, folder, inputs))
         self.num_drawn += 1
@@ -739,8 +739,8 @@ class Matrix:
             shutil.rmtree(folder)
             return None
         more = [f"--processes {self.max_processes}"] if self.max_processes != MAX_PROCESSES else []
-        again = " ".join([f"--seed {self.seed} --number {number}", *more, *["--compiler"] * self.compiler])
-        self.reports.append(report_of(drawn, problems, again))
+        drawn_by = " ".join([f"--seed {self.seed} --number {number}", *more, *["--compiler"] * self.compiler])
+        self.reports.append(report_of(drawn, problems, arguments or drawn_by))
         log(self.reports[-1])
         return self.reports[-1]
 
@@ -784,7 +784,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="dynmo-exact-") as folder:
         inputs = write_inputs(Path(folder))
         if options.canonical is not None:
-            matrix.train(canonical(options.canonical), Path(folder) / "0", inputs)
+            drawn = canonical(options.canonical)
+            matrix.train(drawn, Path(folder) / "0", inputs, f"--canonical {options.canonical}")
         elif options.minutes is not None:
             matrix.train_for(60 * options.minutes, Path(folder), inputs)
         else:
