@@ -553,17 +553,12 @@ def _partition(planner: ScriptedPlanner, run: Run, seed: int, num_fewer: int = 0
     """A random partition of the layers over the stages of the active plan; a stage may be empty."""
     chance, items = random.Random(seed), planner.items()
     stages = len(planner.active()["stages"]) - num_fewer
-    starts = {item.name for item in family_of(_config_of(run)).items if item.cut_before}
-    allowed = [at for at in range(1, len(items)) if items[at] in starts]
+    specs = {item.name: item for item in family_of(_config_of(run)).items}
+    allowed = [at for at in range(1, len(items)) if specs[items[at]].cut_before]
     if run.options["granularity"] == "layer":
-        allowed = [at for at in allowed if _layer_of(items[at]) != _layer_of(items[at - 1])]
+        allowed = [at for at in allowed if specs[items[at]].layer != specs[items[at - 1]].layer]
     cuts = sorted(chance.choice(allowed) for _ in range(stages - 1))
     return [items[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(items)])]
-
-
-def _layer_of(item: str) -> str:
-    """``layers.3`` of ``layers.3.mlp``; other items are layers by themselves."""
-    return item.rpartition(".")[0] if "layers." in item else item
 
 
 def _answer(planner: ScriptedPlanner, run: Run) -> None:

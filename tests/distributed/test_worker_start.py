@@ -147,6 +147,7 @@ def test_forked_processes_are_the_same_to_themselves_and_to_ps(tmp_path):
         assert given == without_places(expected, tmp_path, "spawn", launchers[1])
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("way", ["fork", "spawn"])
 @pytest.mark.parametrize(
     ("ending", "code", "text"),
@@ -169,6 +170,7 @@ def test_the_end_of_a_process_is_reported_alike(tmp_path, way, ending, code, tex
     assert len(err.splitlines()) == 1, err
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_to_the_launcher_ends_forked_processes_and_the_server(tmp_path, number, code):
     process = start(tmp_path, "fork", STUBBORN)
@@ -180,6 +182,7 @@ def test_signal_to_the_launcher_ends_forked_processes_and_the_server(tmp_path, n
     assert all(map(has_ended, pids))
 
 
+@pytest.mark.complete
 def test_sigkill_of_the_launcher_leaves_neither_processes_nor_server(tmp_path):
     process = start(tmp_path, "fork", STUBBORN)
     wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2, "two workers", process)
@@ -237,6 +240,7 @@ raise SystemExit(75 if os.environ["TORCHELASTIC_RUN_ID"] == "round-0" else 0)
 """
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("killed", [False, True])
 def test_restart_uses_the_same_server_and_another_one_if_it_was_killed(tmp_path, killed):
     code, _, err = run(tmp_path, "fork", f"KILLED = {killed}\n" + RESTARTED, nproc=1)
@@ -258,6 +262,7 @@ def test_thread_after_the_imports_is_reported_and_processes_are_executed(tmp_pat
     assert second == "stderr 0"
 
 
+@pytest.mark.complete
 def test_output_of_the_imports_is_in_the_log_of_every_process(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nprint('imported', file=sys.stderr)\n")
     for way in ("fork", "spawn"):
