@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ..config.extensions import TechniqueSpec
 from ..models.layer_list import expert_biases_of, masks_of, output_of, parameters_of
 from ..optim.item_state import REFERENCE
-from ..parallel.process_groups import sum_over_pipeline, sum_over_replicas
+from ..parallel.process_groups import gather_over, sum_over_pipeline, sum_over_replicas
 from ..parallel.seeding import seeded
 from .freezing import LayerFreezing, layers_of
 from .technique import Event, TechniqueBuilder, TechniqueContext
@@ -208,7 +208,11 @@ class AdaptiveFreezing(LayerFreezing):
         for place, name in enumerate(names):
             if name in self._inputs:
                 distances[place] = self._distance(name)
-        means = sum_over_replicas(self._world, sum_over_pipeline(self._world, distances)) / self._world.dims.data
+        # With sequence parallelism each tensor rank measures its own tokens. All must decide the same: a rank that
+        # freezes a layer alone waits for the others in a collective.
+        parts = gather_over(self._world.groups.tensor, sum_over_pipeline(self._world, distances))
+        distances = torch.stack(parts).sum(dim=0) / len(parts)
+        means = sum_over_replicas(self._world, distances) / self._world.dims.data
         return float(sum(means.tolist()))
 
     def _distance(self, name: str) -> float:

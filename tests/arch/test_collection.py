@@ -19,7 +19,10 @@ from tests.paths import ROOT
 TEST = re.compile(r"^ *(?:async )?def test_\w+", re.MULTILINE)
 # Tests of the documents, of the structure and of the tests themselves: no fault of a package could name them. Those of
 # a GPU skip without one.
-EXEMPT = ("tests/arch/", "tests/documents/", "tests/mutants/", "tests/distributed/test_workers.py", "tests/gpu/")
+EXEMPT = (
+    *("tests/arch/", "tests/documents/", "tests/mutants/", "tests/equality/", "tests/gpu/"),
+    "tests/distributed/test_workers.py",
+)
 NAME = re.compile(r"\btest_\w+\.py")
 
 

@@ -67,6 +67,7 @@ def test_every_format_converts_to_every_other_without_a_changed_bit(sources, ckp
 LATER = ("qwen3", "qwen3 experts", "deepseek", "deepseek, queries without a latent", "deepseek v2", "gpt-oss")
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", LATER)
 def test_later_families_pass_between_native_hf_and_titan_unchanged(tmp_path, ckpt, name):
     from safetensors.torch import load_file
@@ -166,6 +167,7 @@ STATED = {
 }
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("kind", DECODERS)
 def test_decoders_of_today_convert_between_all_forms(tmp_path, ckpt, kind):
     """Transformers' form, the native one and Megatron-core's, each in one step to each."""

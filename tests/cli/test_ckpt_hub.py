@@ -13,6 +13,7 @@ from safetensors.numpy import load as load_safetensors
 
 from tests.cli.checkpoint_files import RECORDS, files_of, hub_directory
 from tests.cli.writable_hub import DROP, LOSE, READ_TOKEN, REPOSITORY, blob_id, writable_hub
+from tests.levels import complete_but
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed (extra hf)")
@@ -56,6 +57,7 @@ def sent(hub, branch="main", folder=""):
     return {name: payload for name, payload in found.items() if name not in NEW}
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("parts", ["one", "several"])
 def test_copy_to_the_hub_and_back_has_the_same_bytes(hub, checkpoint, tmp_path, parts):
     """Git LFS in one request, or in parts; the hub refuses contents that do not have the announced SHA-256."""
@@ -74,6 +76,7 @@ def test_copy_to_the_hub_and_back_has_the_same_bytes(hub, checkpoint, tmp_path, 
     assert (parts == "several") == any("/lfs/part/" in path for _, path in hub.requests)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("target", ["native", "hf", "dcp"])
 def test_convert_to_the_hub_writes_the_local_files(hub, checkpoint, tmp_path, target):
     messages = run(hub, "convert", checkpoint, f"{ADDRESS}/a/b", "--to", target)[1]
@@ -85,6 +88,7 @@ def test_convert_to_the_hub_writes_the_local_files(hub, checkpoint, tmp_path, ta
     assert "no tensor differs" in run(hub, "diff", checkpoint, f"{ADDRESS}/a/b")[0]
 
 
+@pytest.mark.complete
 def test_memory_on_the_way_to_the_hub_does_not_grow(hub, tmp_path):
     """300 MB, in one file: less than half of it in memory, and nothing remains in the folder of temporary files."""
     tensors = hub_directory(tmp_path / "in", 300 << 20)
@@ -101,6 +105,7 @@ def test_memory_on_the_way_to_the_hub_does_not_grow(hub, tmp_path):
     assert all((found[name] == value).all() for name, value in tensors.items())
 
 
+@pytest.mark.complete
 def test_replacement_is_one_commit_without_the_old_files(hub, checkpoint, tmp_path):
     """At each request a reader of the branch sees the old checkpoint; the files of the repository stay."""
     hub_directory(tmp_path / "model", 1 << 20)
@@ -119,6 +124,7 @@ def test_replacement_is_one_commit_without_the_old_files(hub, checkpoint, tmp_pa
     run(hub, "verify", ADDRESS)
 
 
+@pytest.mark.complete
 def test_average_is_written_to_the_hub(hub, checkpoint):
     """A command that checks its output before it opens its inputs; a new repository counts as empty."""
     run(hub, "average", checkpoint, checkpoint, "--output", ADDRESS)
@@ -126,6 +132,7 @@ def test_average_is_written_to_the_hub(hub, checkpoint):
     assert "no tensor differs" in run(hub, "diff", checkpoint, ADDRESS)[0]
 
 
+@pytest.mark.complete
 def test_branch_of_an_address_is_written(hub, checkpoint):
     hub.commit("dev", dict(hub.tree("main")))
     run(hub, "copy", checkpoint, f"{ADDRESS}@dev/run")
@@ -134,6 +141,7 @@ def test_branch_of_an_address_is_written(hub, checkpoint):
     run(hub, "verify", f"{ADDRESS}@dev/run")
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("address", "changes", "code", "message"),
     [
@@ -155,11 +163,13 @@ def test_hub_that_refuses_has_a_clear_message(hub, checkpoint, address, changes,
     assert len(hub.commits) == 1
 
 
-@pytest.mark.parametrize("path", ["preupload", "objects/batch", "/lfs/upload", "/lfs/verify", "/commit/"])
-@pytest.mark.parametrize("fault", [(500, b"{}"), DROP, LOSE])
+@pytest.mark.parametrize(
+    "path", complete_but(["preupload", "objects/batch", "/lfs/upload", "/lfs/verify", "/commit/"], "/commit/")
+)
+@pytest.mark.parametrize("fault", complete_but(["status", DROP, LOSE], LOSE))
 def test_passing_fault_of_the_hub_is_repeated(hub, checkpoint, path, fault):
     """A status, a connection that ends before the request is served, and one that ends after it."""
-    faults = [fault]
+    faults = [(500, b"{}") if fault == "status" else fault]
     hub.hook = lambda _method, url: faults.pop() if path in url and faults else None
     run(hub, "copy", checkpoint, ADDRESS)
     assert not faults
@@ -167,6 +177,7 @@ def test_passing_fault_of_the_hub_is_repeated(hub, checkpoint, path, fault):
     assert len(hub.commits) == 2  # also where the answer to the commit was lost
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("path", ["preupload", "/lfs/upload", "/commit/"])
 def test_lasting_refusal_leaves_the_branch_as_it_was(hub, checkpoint, path):
     hub.hook = lambda _method, url: (403, b'{"error": "Forbidden"}') if path in url else None
@@ -186,6 +197,7 @@ def test_branch_that_changes_meanwhile_is_not_overwritten(hub, checkpoint):
     assert set(hub.files()) == NEW | {"other.txt"}
 
 
+@pytest.mark.complete
 def test_file_that_the_repository_ignores_is_refused(hub, checkpoint):
     """The client leaves such files out of a commit without an error."""
     hub.ignored = ("vocab.txt",)
@@ -193,6 +205,7 @@ def test_file_that_the_repository_ignores_is_refused(hub, checkpoint):
     assert len(hub.commits) == 1
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("kind", ["model.safetensors", "config.json"])
 def test_contents_that_the_hub_altered_are_found(hub, tmp_path, kind):
     hub_directory(tmp_path / "in", 1 << 20)
@@ -207,6 +220,7 @@ def test_contents_that_the_hub_altered_are_found(hub, tmp_path, kind):
     assert f"{kind}: has other contents" in run(hub, "copy", tmp_path / "in", ADDRESS, code=6)[1]
 
 
+@pytest.mark.complete
 def test_altered_input_makes_no_commit(hub, checkpoint):
     path = min(checkpoint.glob("*.safetensors"))
     payload = bytearray(path.read_bytes())
@@ -216,6 +230,7 @@ def test_altered_input_makes_no_commit(hub, checkpoint):
     assert len(hub.commits) == 1
 
 
+@pytest.mark.complete
 def test_installed_chunk_storage_is_used_unless_disabled(hub, checkpoint):
     """With hf_xet the client asks for a token of the chunk storage instead of Git LFS; a refusal there is reported."""
     pytest.importorskip("hf_xet", reason="hf_xet is not installed")

@@ -16,6 +16,7 @@ from safetensors.numpy import load as load_safetensors
 from tests.cli import hub
 from tests.cli.checkpoint_files import MARKERS, RECORDS, files_of, hub_directory
 from tests.cli.object_store import BUCKET, CUT, DROP, NEEDED, object_store, proxy
+from tests.levels import complete_but
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 
@@ -79,6 +80,7 @@ def test_copy_there_and_back_has_the_same_bytes(server, place, checkpoint, tmp_p
     assert described[1]["path"] == address
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("target", ["native", "hf", "legacy", "dcp", "deepspeed"])
 def test_convert_to_an_address_and_from_it(server, place, checkpoint, tmp_path, target):
     address, prefix = place
@@ -93,6 +95,7 @@ def test_convert_to_an_address_and_from_it(server, place, checkpoint, tmp_path, 
     assert {name: payload for name, payload in sent.items() if name not in RECORDS} == local
 
 
+@pytest.mark.complete
 def test_memory_does_not_grow_with_the_checkpoint(server, place, tmp_path):
     """300 MB go from one address to another, in one object, in less memory than half of that."""
     address, _ = place
@@ -132,6 +135,7 @@ def test_wrong_address_has_a_clear_message(server, checkpoint, words, code, mess
     assert out == ""
 
 
+@pytest.mark.complete
 def test_without_credentials_or_permission(server, place, checkpoint):
     address, prefix = place
     if server.scheme == "s3":
@@ -144,6 +148,7 @@ def test_without_credentials_or_permission(server, place, checkpoint):
     assert server.keys(prefix) == []
 
 
+@pytest.mark.complete
 def test_missing_package_names_the_extra(tmp_path):
     blocked = "import sys; sys.modules['s3fs'] = None; from dynmo_ckpt.cli import main; main()"
     done = subprocess.run(
@@ -153,6 +158,7 @@ def test_missing_package_names_the_extra(tmp_path):
     assert "pip install 'dynmo-toolkit[remote]'" in done.stderr
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("how", [CUT, DROP])
 @S3_ONLY
 def test_connection_that_is_cut_while_reading(server, place, tmp_path, how):
@@ -188,6 +194,7 @@ def test_cut_upload_is_not_a_checkpoint(server, place, tmp_path):
     run(server, "info", address)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("number", [2, 6, 10, 14, 18, 22])
 def test_killed_upload_is_not_a_checkpoint(server, place, checkpoint, number):
     """The process is killed at one of its requests; whatever is there, nothing takes it for a model."""
@@ -215,6 +222,7 @@ def test_killed_upload_is_not_a_checkpoint(server, place, checkpoint, number):
         assert "was cut" in run(server, "info", address, code=4)[1]
 
 
+@pytest.mark.complete
 def test_terminated_upload_leaves_nothing(server, place, tmp_path):
     address, prefix = place
     hub_directory(tmp_path / "in", 60 << 20)
@@ -254,6 +262,7 @@ def test_object_that_is_replaced_while_it_is_read(server, place, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.complete
 def test_altered_object_is_not_copied(server, place, checkpoint, tmp_path):
     address, prefix = place
     run(server, "copy", checkpoint, address)
@@ -279,6 +288,7 @@ def test_failed_upload_removes_the_objects_before(server, place, checkpoint):
 
 
 # The emulator of Google's store ends at such a name.
+@pytest.mark.complete
 @S3_ONLY
 def test_names_that_lead_elsewhere_are_refused(server, place, tmp_path):
     address, prefix = place
@@ -291,6 +301,7 @@ def test_names_that_lead_elsewhere_are_refused(server, place, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
+@pytest.mark.complete
 def test_existing_address_is_replaced_only_on_request(server, place, checkpoint, tmp_path):
     address, prefix = place
     hub_directory(tmp_path / "hub", 1 << 20)
@@ -303,6 +314,7 @@ def test_existing_address_is_replaced_only_on_request(server, place, checkpoint,
     assert {key.removeprefix(f"{prefix}/") for key in server.keys(prefix)} == set(files_of(checkpoint))
 
 
+@pytest.mark.complete
 def test_torch_opens_what_was_sent(server, place, checkpoint):
     torch = pytest.importorskip("torch")
     address, prefix = place
@@ -313,6 +325,7 @@ def test_torch_opens_what_was_sent(server, place, checkpoint):
     assert np.array_equal(model["embedding"]["position_embeddings"]["weight"].numpy(), stored)
 
 
+@pytest.mark.complete
 def test_model_of_the_hub_is_read_by_ranges(tmp_path):
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed (extra hf)")
     tensors = hub_directory(tmp_path / "model", 12 << 20)
@@ -373,6 +386,7 @@ def test_failed_replacement_leaves_the_old_checkpoint(server, place, checkpoint,
     assert found == files_of(tmp_path / "old")
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("number", [2, 13, 18, 24, 30, 40])
 def test_killed_replacement_is_the_old_or_no_checkpoint(server, place, checkpoint, tmp_path, number):
     """Whatever a kill leaves is the old checkpoint, the new one, or refused and without markers; never a mixture."""
@@ -405,7 +419,7 @@ def test_killed_replacement_is_the_old_or_no_checkpoint(server, place, checkpoin
     assert {key.removeprefix(f"{prefix}/"): server.get(key) for key in server.keys(prefix)} == files_of(checkpoint)
 
 
-@pytest.mark.parametrize("target", ["hf", "legacy"])
+@pytest.mark.parametrize("target", complete_but(["hf", "legacy"], "hf"))
 def test_logits_of_addresses_are_compared(server, place, checkpoint, tmp_path, target):
     """Through a local copy for transformers, through the reader for other formats; nothing remains of the copies."""
     pytest.importorskip("transformers")
@@ -419,6 +433,7 @@ def test_logits_of_addresses_are_compared(server, place, checkpoint, tmp_path, t
     assert not list((tmp_path / "temporary").glob("dynmo-ckpt-*"))  # torch has a folder of its own there
 
 
+@pytest.mark.complete
 def test_unlike_logits_leave_no_objects(server, place, checkpoint):
     """The objects have the bytes that were planned, and compute something else."""
     pytest.importorskip("transformers")

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.levels import complete_but
 from tests.unit.dynmo_ckpt import titan_facts as facts
 from tests.unit.dynmo_ckpt.titan_facts import MODELS, save_theirs, titan_state
 
@@ -58,8 +59,8 @@ def to_native(ckpt, tmp_path, *more, code=0):
     return ckpt("convert", tmp_path / "titan", tmp_path / "native", "--to", "native", *config, *more, code=code)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("form", complete_but(FORMS, "fused"))
+@pytest.mark.parametrize("name", complete_but(MODELS, "llama"))
 def test_titan_moments_have_the_rows_of_their_weights(tmp_path, ckpt, name, form):
     """The same numbers as weights of transformers, through another reader, give the same tensors."""
     case = Case(name, tmp_path, form)
@@ -76,6 +77,7 @@ def test_titan_moments_have_the_rows_of_their_weights(tmp_path, ckpt, name, form
     assert [key for key, each in expected.items() if not torch.equal(each, found[key])] == []
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("form", ["separate", "fused"])
 @pytest.mark.parametrize("name", MODELS)
 def test_titan_state_that_is_written_continues_bit_for_bit(tmp_path, ckpt, name, form):
@@ -100,6 +102,7 @@ def test_titan_state_that_is_written_continues_bit_for_bit(tmp_path, ckpt, name,
     assert [key for (key, one), (_, two) in pairs if not torch.equal(one, two)] == []
 
 
+@pytest.mark.complete
 def test_titan_progress_and_settings_are_in_the_manifest(tmp_path, ckpt, llama):
     save(tmp_path / "titan", llama.weights, llama.flat(fused=True))
     to_native(ckpt, tmp_path, "--with-optimizer")
@@ -112,6 +115,7 @@ def test_titan_progress_and_settings_are_in_the_manifest(tmp_path, ckpt, llama):
     assert set(found["optimizer"]["steps"].values()) == {7}
 
 
+@pytest.mark.complete
 def test_titan_groups_and_steps_are_by_parameter(tmp_path, ckpt, llama):
     """Norms without decay; a layer that was frozen for a while has done fewer steps."""
     flat = llama.flat()
@@ -135,6 +139,7 @@ def test_titan_groups_and_steps_are_by_parameter(tmp_path, ckpt, llama):
     }
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("step", [7, 7.0, torch.tensor(7), torch.tensor([7], dtype=torch.int32)], ids=str)
 def test_titan_step_is_a_number_or_a_tensor(tmp_path, ckpt, llama, step):
     flat = {key: step if key.endswith(".step") else each for key, each in llama.flat().items()}
@@ -146,6 +151,7 @@ def test_titan_step_is_a_number_or_a_tensor(tmp_path, ckpt, llama, step):
     assert (found["step"], found["x_torchtitan"]["lr"]) == (9, 0.5)
 
 
+@pytest.mark.complete
 def test_titan_bfloat16_moments_stay_bfloat16(tmp_path, ckpt, llama):
     """torchtitan's ``fused_opt_states_bf16``."""
     flat = {key: each.bfloat16() if ".exp_avg" in key else each for key, each in llama.flat().items()}
@@ -201,7 +207,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("case", complete_but(HOSTILE, "parts with other steps", *list(HOSTILE)[:3]))
 def test_titan_state_that_does_not_fit_is_refused_by_name(tmp_path, ckpt, llama, case):
     change, code, message = HOSTILE[case]
     flat = llama.flat()
@@ -213,6 +219,7 @@ def test_titan_state_that_does_not_fit_is_refused_by_name(tmp_path, ckpt, llama,
     to_native(ckpt, tmp_path, "--no-optimizer")
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("kind", ["another shape", "both, and they differ"])
 def test_titan_fused_moments_that_do_not_fit_are_refused(tmp_path, ckpt, kind):
     case = Case("llama", tmp_path, "fused")
@@ -227,6 +234,7 @@ def test_titan_fused_moments_that_do_not_fit_are_refused(tmp_path, ckpt, kind):
     assert message in to_native(ckpt, tmp_path, "--with-optimizer", code=code).stderr
 
 
+@pytest.mark.complete
 def test_titan_gate_and_up_of_a_fused_mlp_are_split(tmp_path, ckpt):
     """torchtitan's override ``fused_swiglu``: ``[hidden, 2, width]``, and ``[experts, hidden, 2, width]``."""
     case = Case("qwen3 experts", tmp_path)
@@ -251,6 +259,7 @@ def test_titan_gate_and_up_of_a_fused_mlp_are_split(tmp_path, ckpt):
     assert [key for key, each in expected.items() if not torch.equal(each, found[key])] == []
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("has_moments", [False, True], ids=["once", "twice"])
 def test_titan_tied_head_has_the_moments_of_the_embedding(tmp_path, ckpt, has_moments):
     case = Case("qwen3", tmp_path)
@@ -267,6 +276,7 @@ def test_titan_tied_head_has_the_moments_of_the_embedding(tmp_path, ckpt, has_mo
     assert [name for name in names if "lm_head" in name] == ["lm_head.weight"]
 
 
+@pytest.mark.complete
 def test_titan_names_of_wrappers_are_removed_from_the_state(tmp_path, ckpt, llama):
     flat = {
         key.replace("layers.1.", "layers.1._checkpoint_wrapped_module."): each for key, each in llama.flat().items()
@@ -275,6 +285,7 @@ def test_titan_names_of_wrappers_are_removed_from_the_state(tmp_path, ckpt, llam
     to_native(ckpt, tmp_path, "--with-optimizer")
 
 
+@pytest.mark.complete
 def test_titan_without_state_is_refused_or_converted_without(tmp_path, ckpt, llama):
     dcp.save({key: each.contiguous() for key, each in llama.weights.items()}, checkpoint_id=tmp_path / "titan")
     result = to_native(ckpt, tmp_path, "--with-optimizer", code=5)
@@ -285,6 +296,7 @@ def test_titan_without_state_is_refused_or_converted_without(tmp_path, ckpt, lla
     assert "has no optimizer state; use --no-optimizer" in result.stderr
 
 
+@pytest.mark.complete
 def test_titan_state_needs_the_type_of_its_masters(tmp_path, ckpt, llama):
     save(tmp_path / "titan", llama.weights, llama.flat())
     to_native(ckpt, tmp_path, "--with-optimizer")
@@ -294,6 +306,7 @@ def test_titan_state_needs_the_type_of_its_masters(tmp_path, ckpt, llama):
     ckpt("convert", tmp_path / "native", tmp_path / "out", *more)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", ["llama", "qwen3 experts", "gpt-oss"])
 def test_titan_large_tensors_are_written_in_chunks(tmp_path, ckpt, monkeypatch, name):
     """A storage of the zip format has at most 4 GiB: less than the experts of a large model, and their moments."""
@@ -319,6 +332,7 @@ def test_titan_large_tensors_are_written_in_chunks(tmp_path, ckpt, monkeypatch, 
         assert [key for key, each in written.items() if not torch.equal(back[key], each)] == []
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("form", ["legacy", "dcp", "deepspeed"])
 def test_titan_state_passes_to_formats_of_megatron(tmp_path, ckpt, llama, form):
     save(tmp_path / "titan", llama.weights, llama.flat())

@@ -103,12 +103,14 @@ def test_slurm_script_starts_a_launcher_per_node(place):
     assert requests(place) == []
 
 
+@pytest.mark.complete
 def test_slurm_script_finished_node_is_released(place):
     text = dynmo("launch", "slurm", "--nodes", 3, "--dry-run", *TRAIN).stdout
     assert run_script(place, text, [("requested", 0), ("requested", 0), (0, 0)]).wait(600) == 0
     assert requests(place) == ["update JobId=42 NodeList=n0,n1"]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(("code", "expected"), [(75, ["requeue 42"]), (1, [])])
 def test_slurm_script_exit_code_75_requeues_the_job(place, code, expected):
     text = dynmo("launch", "slurm", "--nodes", 3, "--dry-run", *TRAIN).stdout
@@ -116,6 +118,7 @@ def test_slurm_script_exit_code_75_requeues_the_job(place, code, expected):
     assert requests(place) == expected
 
 
+@pytest.mark.complete
 def test_slurm_script_time_limit_saves_and_requeues(place):
     text = dynmo("launch", "slurm", "--nodes", 3, "--time", 10, "--dry-run", *TRAIN).stdout
     # The stubs report that they run; by then the script must handle the signal.
@@ -127,6 +130,7 @@ def test_slurm_script_time_limit_saves_and_requeues(place):
     assert requests(place) == ["scancel --signal=TERM 42", "requeue 42"]
 
 
+@pytest.mark.complete
 def test_lsf_script_starts_a_launcher_per_host(place):
     (place / "hosts").write_text("n0\nn0\nn1\n")
     text = dynmo("launch", "lsf", "--nodes", 2, "--nproc", 4, "--dry-run", *TRAIN).stdout
@@ -139,7 +143,7 @@ def test_lsf_script_starts_a_launcher_per_host(place):
 HANG = ("--hang-factor", "5", "--hang-min-s", "300")
 
 
-@pytest.mark.parametrize("options", [(), HANG])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.complete), HANG])
 def test_batch_scripts_pass_options_of_the_watchdog_to_launchers(place, options):
     (place / "hosts").write_text("n0\n")
     for scheduler in ("slurm", "lsf"):
@@ -152,6 +156,7 @@ def test_batch_scripts_pass_options_of_the_watchdog_to_launchers(place, options)
         assert [word for word in launcher if word in HANG] == list(options)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "indexed-job"])
 def test_kubernetes_manifests_pass_options_of_the_watchdog_to_launchers(place, kind):
     words = dynmo("launch", "kubernetes", "--image", "i", "--kind", kind, *HANG, "--dry-run", *TRAIN).stdout.split()
@@ -161,6 +166,7 @@ def test_kubernetes_manifests_pass_options_of_the_watchdog_to_launchers(place, k
     assert at < words.index("pretrain")
 
 
+@pytest.mark.complete
 def test_launch_hostfile_passes_options_of_the_watchdog_to_launchers(place):
     (place / "hostfile").write_text("10.10.10.102 slots=1\n10.10.10.105 slots=1\n")
     for file in (("--hostfile", "hostfile"), ("--num-gpus", "2")):
@@ -169,6 +175,7 @@ def test_launch_hostfile_passes_options_of_the_watchdog_to_launchers(place):
         assert all(" ".join(HANG) in line.partition(" -- ")[0] for line in shown)
 
 
+@pytest.mark.complete
 def test_launch_scripts_are_written_and_submitted(place):
     errors = dynmo("launch", "slurm", "--script", "big.sbatch", *TRAIN).stderr
     assert "submitted 41;cluster (big.sbatch)" in errors
@@ -211,12 +218,14 @@ def test_launch_invalid_option_is_refused(train, place, words, message):
     assert message in err
 
 
+@pytest.mark.complete
 @table("kind", [("slurm",), ("lsf",), ("node",), ("kubernetes", "--image", "i")])
 def test_cluster_launch_nested_launch_is_refused(train, place, kind):
     code, _, err = train("launch", *kind, "--", "launch", "local")
     assert (code, "cannot start another launch" in err) == (2, True)
 
 
+@pytest.mark.complete
 def test_kubernetes_data_step_is_a_job(place):
     shown = dynmo(
         *("launch", "kubernetes", "--kind", "job", "--job-name", "prepdata", "--image", "i", "--dry-run", "--claim"),
@@ -227,6 +236,7 @@ def test_kubernetes_data_step_is_a_job(place):
     assert "claimName: fsx" in shown
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(("version", "seconds"), [("2.2", 15), ("2.3", 300)])
 def test_trainjob_unsupported_grace_period_warns(place, version, seconds):
     job = ("--kind", "trainjob", "--image", "i", "--trainer-version", version, "--save-s", "300", "--dry-run")
@@ -236,6 +246,7 @@ def test_trainjob_unsupported_grace_period_warns(place, version, seconds):
     assert ("warning: --save-s 300: Kubeflow Trainer 2.2 cannot change" in done.stderr) == (seconds == 15)
 
 
+@pytest.mark.complete
 def test_launch_hostfile_prints_a_command_per_host(place):
     (place / "hostfile").write_text("10.10.10.102 slots=8\n10.10.10.105 slots=8\n")
     shown = dynmo(
@@ -250,6 +261,7 @@ def test_launch_hostfile_prints_a_command_per_host(place):
     assert "--node-rank 1 --master-addr 10.10.10.102 --master-port 6000" in shown[1]
 
 
+@pytest.mark.complete
 def test_launch_hostfile_unreachable_host_ends_the_others(place):
     (place / "hostfile").write_text("good slots=1\nbad slots=1\n")
     reach = place / "reach"

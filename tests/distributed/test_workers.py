@@ -120,11 +120,13 @@ def test_failed_scenario_ends_only_its_pool(monkeypatch, kind, message):
     assert run_workers(processes, 1) == alone
 
 
+@pytest.mark.complete
 def test_scenario_with_an_open_file_ends_its_pool(tmp_path):
     left = run_workers(leaves_a_file, SIZE, str(tmp_path / "file"))
     assert not set(left) & {pid for pid, _, _ in run_workers(processes, SIZE)}
 
 
+@pytest.mark.complete
 def test_world_starts_on_another_port_where_its_port_is_taken(monkeypatch):
     with socket.create_server(("0.0.0.0", 0)) as taken:
         given = [taken.getsockname()[1], free_port()]
@@ -133,6 +135,7 @@ def test_world_starts_on_another_port_where_its_port_is_taken(monkeypatch):
     assert not given
 
 
+@pytest.mark.complete
 def test_no_port_is_given_twice(monkeypatch, tmp_path):
     monkeypatch.setattr(ports, "_RESERVED", tmp_path / "reserved")
     monkeypatch.setattr(ports, "FIRST", ports.LAST - 200)
@@ -144,6 +147,7 @@ def test_no_port_is_given_twice(monkeypatch, tmp_path):
     assert free_port() == given[0]
 
 
+@pytest.mark.complete
 def test_port_of_any_address_is_not_given(monkeypatch, tmp_path):
     monkeypatch.setattr(ports, "_RESERVED", tmp_path / "reserved")
     port = free_port()
@@ -154,6 +158,7 @@ def test_port_of_any_address_is_not_given(monkeypatch, tmp_path):
         assert free_port() == port + 1
 
 
+@pytest.mark.complete
 def test_workers_end_with_the_process_that_started_them():
     program = (
         "import os, sys\nfrom tests.distributed.workers import _Pool\nif __name__ == '__main__':\n    pool = _Pool(1)\n"

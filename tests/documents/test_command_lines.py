@@ -14,8 +14,19 @@ from tests.tables import table
 
 # Programs whose lines make a block one of commands.
 STARTS = (*PROGRAMS, "bin/", "pip ", "python ", "torchrun ", "sbatch ", "docker ", "kubectl ", "srun ", "bsub ", "git ")
-# Options of the scripts of Megatron's tools/openwebtext, of pytest, and of the example of a technique.
-OTHERS = ("--inputs", "--dedup-dataset", "--lambada-path", "--dist", "--drop-step")
+# Options of the scripts of Megatron's tools/openwebtext, of pytest, of the scripts of tests, and of the example of a
+# technique.
+OTHERS = (
+    "--all",
+    "--step",
+    "--area",
+    "--accepted",
+    "--inputs",
+    "--dedup-dataset",
+    "--lambada-path",
+    "--dist",
+    "--drop-step",
+)
 
 
 def text_of(name: str) -> str:

@@ -34,6 +34,7 @@ def campaign(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.complete
 @pytest.mark.distributed
 def test_random_faults_of_training_data_and_checkpoints_lose_nothing():
     names = ("train-async", "prep-merge", "prep-dedup", "ckpt-merge")

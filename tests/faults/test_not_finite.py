@@ -43,6 +43,7 @@ def test_run_of_nans_exits_with_3_and_saves_no_broken_model(tmp_path):
     assert [record["updated"] for record in lines(run / "metrics.jsonl")] == [True, *[False] * 4]
 
 
+@pytest.mark.complete
 def test_run_that_ends_not_finite_fails_unless_unchecked(tmp_path):
     data = write_data(tmp_path / "x")
     [(code, talk)] = break_at_once(data, tmp_path / "checked", 1, train_iters="4")
@@ -55,6 +56,7 @@ def test_run_that_ends_not_finite_fails_unless_unchecked(tmp_path):
     assert not [event for event in lines(unchecked / "events.jsonl") if event["kind"] == "not_finite"]
 
 
+@pytest.mark.complete
 def test_update_that_breaks_the_model_is_not_saved(tmp_path):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     [(code, _)] = break_at_once(data, run, 1, lr="1e-3", train_iters="2")
@@ -86,6 +88,7 @@ def train_with_large_weights(world: World, scenario: Scenario, checks: bool) -> 
     return losses
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb-v", "virtual": 2}, {"precision": "bf16"}], ids=str)
 def test_loss_check_of_large_weights_changes_no_bit(options):
     """One weight is above 1,600 at rank 0 alone: the processes agree to run the forward."""
@@ -108,6 +111,7 @@ def break_moment(world: World) -> tuple[bool, bool]:
     return before, engine.has_finite_state()
 
 
+@pytest.mark.complete
 def test_loss_scale_search_does_not_end_a_run(tmp_path):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     [(code, _)] = break_at_once(

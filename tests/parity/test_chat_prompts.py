@@ -15,6 +15,7 @@ from dynmo_train.config.sections.evaluation import InferenceConfig
 from dynmo_train.data.tokenizer import load_tokenizer
 from dynmo_train.evaluation.chat_prompts import Conversation, conversations_of, end_ids_of, of_user, open_chat_prompts
 from tests.chat_templates import CHATML, CONVERSATIONS, TEMPLATES, write_tokenizer
+from tests.levels import complete_but
 from tests.tables import table
 
 transformers = pytest.importorskip("transformers")
@@ -28,7 +29,7 @@ def chat_prompts(folder, template=None):
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("file", [True, False])
+@pytest.mark.parametrize("file", complete_but([True, False], True))
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompt_of_a_conversation_has_the_ids_of_transformers(tmp_path, name, file, tools):
     folder = write_tokenizer(tmp_path, name, TEMPLATES[name], file=file)
@@ -119,6 +120,7 @@ def generate(*words, input=None):
     return CliRunner().invoke(app, ["generate", *map(str, words)], input=input)
 
 
+@pytest.mark.complete
 def test_answers_are_those_of_transformers(model, tmp_path):
     import torch
 

@@ -239,6 +239,7 @@ def test_info_counts_the_layers_of_each_type(tmp_path):
     assert "sliding_window 6" in output
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", CASES)
 def test_configuration_written_without_its_source_computes_the_same(tmp_path, name):
     """The configuration is then computed from the manifest alone."""

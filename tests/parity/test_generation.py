@@ -21,6 +21,7 @@ from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.checkpoint import load_checkpoint
+from tests.levels import complete_but
 from tests.parity.test_decoder_shapes import models_of
 from tests.unit.dynmo_ckpt import native_checkpoints
 
@@ -102,6 +103,7 @@ def test_generate_from_native_checkpoint_equals_transformers(exported, expected)
     assert [each["completion"] for each in json.loads(done.stdout)] == expected
 
 
+@pytest.mark.complete
 def test_generate_from_hugging_face_equals_transformers(exported, expected, tmp_path):
     options = ("--load", exported[0] / "hf", "--cache-dir", tmp_path / "cache")
     done = generate(*options)
@@ -116,6 +118,7 @@ def test_generate_from_hugging_face_equals_transformers(exported, expected, tmp_
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+@pytest.mark.complete
 def test_cached_conversion_that_is_damaged_is_repeated(exported, tmp_path):
     native = load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path)
     shard = next(native.rglob("*.safetensors"))
@@ -125,6 +128,7 @@ def test_cached_conversion_that_is_damaged_is_repeated(exported, tmp_path):
     assert shard.read_bytes() == whole
 
 
+@pytest.mark.complete
 def test_cached_conversion_of_another_version_is_not_reused(exported, tmp_path, monkeypatch):
     """An older release may map keys differently, so its conversions stay unused."""
     digest = load_checkpoint.converter_digest(load_checkpoint.program_path("dynmo-ckpt"))
@@ -135,6 +139,7 @@ def test_cached_conversion_of_another_version_is_not_reused(exported, tmp_path, 
     assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) != native
 
 
+@pytest.mark.complete
 def test_load_hugging_face_without_dynmo_ckpt_is_refused(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(load_checkpoint, "program_path", lambda name: None)
     done = generate("--load", exported[0] / "hf", "--cache-dir", tmp_path)
@@ -143,6 +148,7 @@ def test_load_hugging_face_without_dynmo_ckpt_is_refused(exported, tmp_path, mon
     assert "pip install 'dynmo-toolkit[ckpt]'" in str(done.exception)
 
 
+@pytest.mark.complete
 def test_streamed_samples_are_those_of_the_same_seed_without_stream(exported):
     words = ["--load", str(exported[0] / "native"), "--device", "cpu", "--max-new-tokens", "8", "--temperature", "2"]
     words += ["--prompt", "the cat", "--prompt", "the cat", "--seed", "3"]
@@ -154,7 +160,7 @@ def test_streamed_samples_are_those_of_the_same_seed_without_stream(exported):
     assert first != second
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", complete_but([False, True], False))
 def test_text_that_grows_beyond_the_training_length_of_longrope(recompute):
     """All keys then have other frequencies; a shorter text of the same batch keeps its own."""
     family, modules, theirs = models_of("Phi3 beyond its training")

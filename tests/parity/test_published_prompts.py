@@ -18,6 +18,7 @@ from dynmo_train.evaluation.lambada import encode_passage
 from dynmo_train.evaluation.model_checkpoint import model_tokenizer, open_causal_model
 from dynmo_train.parallel.process_groups import destroy_world, init_world
 from tests.chat_templates import HEADERS, write_tokenizer
+from tests.levels import complete_but
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ("What is 2 + 2?", "user", "The cat sat on the mat. " * 4, "<|begin|>It is 4")
@@ -73,7 +74,7 @@ def model(tmp_path_factory):
     return folder, tokenizer, reference
 
 
-@pytest.mark.parametrize("keeps_generation_config", [True, False])
+@pytest.mark.parametrize("keeps_generation_config", complete_but([True, False], True))
 def test_texts_begin_and_end_as_those_of_transformers(model, tmp_path, keeps_generation_config):
     folder, tokenizer, reference = model
     shutil.copytree(folder, tmp_path / "hf")
@@ -97,6 +98,7 @@ def test_texts_begin_and_end_as_those_of_transformers(model, tmp_path, keeps_gen
     assert reasons == {"end", "length"}
 
 
+@pytest.mark.complete
 def test_only_published_models_read_a_beginning_token(model, tmp_path):
     from dynmo_ckpt.cli import app as ckpt
 
@@ -117,6 +119,7 @@ def test_only_published_models_read_a_beginning_token(model, tmp_path):
     assert load_tokenizer(folder).prefix == (tokenizer.bos_token_id,)
 
 
+@pytest.mark.complete
 @pytest.mark.filterwarnings("ignore")
 def test_answers_with_a_beginning_token_equal_those_of_the_harness(model, tmp_path):
     reason = "lm_eval is not installed (the extra lm-eval)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dynmo_train.dynamics import plasticity
 from dynmo_train.dynamics.plasticity import (
     AdaptiveFreezing,
     PlasticityRule,
@@ -111,3 +112,15 @@ def test_reference_copy_has_the_biases_of_its_experts(world):
     module.router.expert_bias.zero_()
     engine.item_store.load_state(name, stored)
     assert torch.equal(engine.item_store.extras[name][f"{name}.router.expert_bias.reference"], biases[0])
+
+
+def test_plasticity_is_the_mean_over_tensor_ranks(world, monkeypatch):
+    config = resolved(SMALL | {"freeze_adaptive": True, "pipeline_model_parallel_size": 1})
+    family = family_of(config)
+    engine = Engine(family, engine_settings(config), uniform_partition(family.items, 1), world)
+    engine.build()
+    [freezing] = [each for each in engine.techniques if isinstance(each, AdaptiveFreezing)]
+    monkeypatch.setattr(plasticity, "gather_over", lambda _, values: [values, 3 * values])
+    monkeypatch.setattr(freezing, "_distance", lambda _: 1.0)
+    freezing._inputs = {"layers.0.attention": (), "layers.0.mlp": ()}
+    assert freezing._plasticity(["layers.0.attention", "layers.0.mlp"]) == 2.0 + 2.0
