@@ -307,9 +307,9 @@ class Drawn:
 def _words(options: Options) -> list[str]:
     words = []
     for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name != "family" and value is not None and value is not False:
-            words += [flag] if value is True else [flag, str(value)]
+        if name != "family" and value is not None:
+            flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+            words += [flag] if isinstance(value, bool) else [flag, str(value)]
     return words
 
 
