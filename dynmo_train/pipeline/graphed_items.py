@@ -8,7 +8,8 @@ memory. What follows from that:
 * The items of a slot share a memory pool: their forwards run in the order of capture, their backwards in reverse. Slots
   do not share pools, because the schedule interleaves them.
 * A replay overwrites the gradients of the last one of its slot. A gradient that outlives the backward is copied: that
-  of a parameter without ``.grad``, and that of a value from another stage.
+  of a parameter without ``.grad``, and that of a value from another stage or from an item that is not captured, which
+  may pass it on as it is: an embedding without dropout does.
 * Kernels, shapes and addresses are those of the capture. The pipeline is rebuilt, and with it all graphs, after each
   migration, freeze and change of the batch's shape; :func:`capture_obstacle` names what cannot be captured at all.
 * Random numbers come from the item's key, an input of the graph (``random_stream.py``).
@@ -107,7 +108,7 @@ class GraphedItem:
         module: The item.
         parameters: Returns name -> what it computes with, on the same memory in every step.
         samples: Tensors of the shape and dtype of its arguments, on the device.
-        stage_inputs: Positions of the arguments that come from another stage.
+        stage_inputs: Positions of the arguments that come from another stage, or from an item that is not captured.
     """
 
     module: nn.Module
@@ -263,7 +264,9 @@ class StageGraphs:
                     samples=(*read, *(inputs[name].to(self._device) for name in spec.inputs)),
                     stage_inputs=tuple(at for at, name in enumerate(spec.reads) if name not in written),
                 )
-            written.add(spec.writes)
+                written.add(spec.writes)
+            else:
+                written.discard(spec.writes)
         self._graphs = GraphedStage(items, slots if items else 0, self._device)
 
     def activation_bytes(self, name: str) -> int:
