@@ -18,7 +18,9 @@ from tests.distributed.random_placements import (
     FEATURES,
     GRAPHED,
     LABELS,
+    Drawn,
     Matrix,
+    Run,
     canonical,
     command_line,
     commit,
@@ -62,6 +64,15 @@ def test_canonical_layout_has_the_same_bits(schedule, inputs, tmp_path):
     problems = list(differences(drawn, tmp_path, inputs))
     assert not problems, report_of(drawn, problems, f"--canonical {schedule}")
     assert_techniques_act(drawn, tmp_path / "whole")
+
+
+def test_graphs_whose_memory_each_microbatch_overwrites_have_the_same_bits(inputs, tmp_path):
+    """Without dropout the embedding passes the gradient of its output to its weights as it is."""
+    reference = reference_of(FAMILIES["gpt2"])
+    options = reference.options | {"schedule": "1f1b", "recompute_granularity": "none", "granularity": "layer"}
+    graphed = Run(processes=1, options=options, is_graphed=True)
+    drawn = Drawn(number=0, family="gpt2", features=(), reference=reference, placed=(graphed,))
+    assert list(differences(drawn, tmp_path, inputs)) == []
 
 
 def train_drawn(minutes, compiler, folder, inputs, record_property):
