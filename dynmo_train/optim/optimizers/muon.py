@@ -3,14 +3,13 @@
 As in torch and Megatron, embeddings, the output layer and vectors are updated by AdamW. One step of a matrix::
 
     gradient -> momentum (local, float32) -> bfloat16 -> ZeRO: gather the rows -> tensor parallelism: gather the slices
-      -> split query, key, value -> Newton-Schulz, all matrices of a shape at once -> the local part -> weights
+      -> split query, key, value -> Newton-Schulz, an item's matrices of a shape at once -> the local part -> weights
 
 A matrix is orthogonalized whole on every rank that has a part of it, so that the result does not depend on ZeRO, and
 with ``--muon-tp-mode duplicated`` not on the tensor-parallel size either.
 
-Which matrices share a batch must not change a bit, since other partitions have other local items. On a CPU a batched
-product has the bits of single ones (``test_newton_schulz.py``). cuBLAS selects kernels by the size of the batch: on
-other devices a batch has the matrices of one item, which are together on any partition.
+Which matrices share a batch must not depend on the partition, since kernels are selected by the size of the batch (by
+cuBLAS, and by oneDNN for some shapes): a batch has the matrices of one item, which are together on any partition.
 """
 
 from __future__ import annotations
@@ -193,7 +192,7 @@ class Muon:
         groups: dict[tuple[object, ...], list[_Matrix]] = {}
         for matrix in self._matrices.values():
             if matrix.parameter.grad is not None:
-                item = _ITEM.match(matrix.name) if matrix.parameter.device.type != "cpu" else None
+                item = _ITEM.match(matrix.name)
                 # Not the local rows: with ZeRO the last replica may have fewer, but must join the same collectives.
                 shape = matrix.num_rows, matrix.parameter.shape[1]
                 key = (item and item[0], *shape, self._split_dim(matrix), self._is_split(matrix))

@@ -170,3 +170,14 @@ def test_muon_small_batches_change_no_bit(monkeypatch):
     monkeypatch.setattr("dynmo_train.optim.optimizers.muon.BATCH_ELEMENTS", 1)
     take_steps(store, range(1, 4))
     assert all(torch.equal(all_tensors(store)[name], tensor) for name, tensor in all_tensors(expected).items())
+
+
+def test_muon_batch_has_matrices_of_one_item(monkeypatch):
+    """Kernels are selected by the size of the batch, and other partitions have other local items."""
+    batches = []
+    update = Muon._update
+    monkeypatch.setattr(Muon, "_update", lambda muon, batch, *rest: batches.append(batch) or update(muon, batch, *rest))
+    take_steps(built_store(TORCH), range(1, 2))
+    items = [{matrix.name.rpartition(".")[0].rpartition(".")[0] for matrix in batch} for batch in batches]
+    assert {len(names) for names in items} == {1}
+    assert len(set.union(*items)) > 1

@@ -20,7 +20,6 @@ def matrices(shape, count, scale=1e-2):
 @table("threads", [1, 4])
 @table("shape", SHAPES, ids=str)
 def test_orthogonalize_batch_has_the_bits_of_torch_for_each_matrix(shape, threads):
-    """Otherwise the partition of the layers, which decides what is in a batch, would change weights."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
