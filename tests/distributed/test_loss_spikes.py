@@ -114,7 +114,6 @@ def test_loss_spike_is_rolled_back_and_its_batch_is_skipped(skipping, workers):
     verify(run)
 
 
-@pytest.mark.complete
 def test_resume_after_rollback_skips_the_same_samples(skipping):
     folder, data = skipping
     run = folder / "resumed"

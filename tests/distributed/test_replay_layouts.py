@@ -16,7 +16,7 @@ from dynmo_train.trainer.replay.step_digests import gathered_copies, gathered_di
 from tests.distributed.layouts import CUT, D2, E2, FAMILIES, OVERLAP, T2, ZERO, ZERO_1, ZERO_3, Layout, engine_on
 from tests.distributed.scenario import MICROBATCHES, Scenario, batch_of
 from tests.distributed.workers import run_workers
-from tests.levels import complete_but, of_level
+from tests.levels import of_level
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -107,8 +107,8 @@ def one(request):
 
 
 @pytest.fixture(scope="module")
-def two(request):
-    return played(2, of_level(request.config, TWO, "replicas", "zero 2"))
+def two():
+    return played(2, TWO)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_last_accumulated_gradient_is_the_weight_gradient(one):
     assert len(set(weight)) == MICROBATCHES
 
 
-@pytest.mark.parametrize("name", complete_but(["replicas", "zero 1", "zero 2", "zero 3"], "replicas", "zero 2"))
+@pytest.mark.parametrize("name", ["replicas", "zero 1", "zero 2", "zero 3"])
 def test_accumulated_gradients_of_replicas_add_up_to_the_weight_gradient(two, name):
     copies = two[name][1]
     # Each replica has two of the four microbatches.
@@ -177,7 +177,6 @@ def test_accumulated_gradients_of_replicas_add_up_to_the_weight_gradient(two, na
     assert torch.equal(total, copies[WHOLE])
 
 
-@pytest.mark.complete
 @pytest.mark.parametrize(
     ("first", "second", "directions", "reason"),
     [
