@@ -16,7 +16,6 @@ from dynmo_train.trainer.replay.step_digests import gathered_copies, gathered_di
 from tests.distributed.layouts import CUT, D2, E2, FAMILIES, OVERLAP, T2, ZERO, ZERO_1, ZERO_3, Layout, engine_on
 from tests.distributed.scenario import MICROBATCHES, Scenario, batch_of
 from tests.distributed.workers import run_workers
-from tests.levels import of_level
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -102,8 +101,8 @@ def played(size: int, layouts: dict[str, Layout]) -> dict[str, tuple[StepDigests
 
 
 @pytest.fixture(scope="module")
-def one(request):
-    return played(1, of_level(request.config, ONE, "plain"))
+def one():
+    return played(1, ONE)
 
 
 @pytest.fixture(scope="module")
