@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,8 +145,10 @@ def pytest_command(*arguments: str) -> list[str]:
 
 
 def claims(arguments: Sequence[str]) -> list[Result]:
-    """Lint, then types next to the tests."""
+    """Lint; then, where it finds nothing, types next to the tests."""
     results = run_counted({"format": ["ruff", "format", "--check", "."], "lint": ["ruff", "check", "."]})
+    if any(result.code for result in results):
+        return results
     return [*results, *run_counted({"types": ["mypy"], "tests": pytest_command(*arguments)})]
 
 
@@ -154,8 +157,14 @@ def tests_with(peer: str) -> list[Result]:
     requirements, tests = APART[peer]
     folder = Path(sys.prefix) / "peers" / peer
     if not folder.is_dir():
-        install = [PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *requirements]
-        subprocess.run(install, check=True)
+        # An installation that was interrupted is repeated.
+        staging = folder.with_name(f"{peer}.staging")
+        shutil.rmtree(staging, ignore_errors=True)
+        install = ["install", "--quiet", "--no-deps", "--target", str(staging), *requirements]
+        [result] = run_counted({peer: [PYTHON, "-m", "pip", *install]})
+        if result.code:
+            return [result]
+        staging.rename(folder)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     return run_counted({peer: [PYTHON, "-m", "pytest", "--all", "-p", "no:xdist", *tests]}, {"PYTHONPATH": path})
 
@@ -196,6 +205,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"--step {unknown[0]}: must be one of {', '.join(STEPS)}", file=sys.stderr)
         return 2
     is_complete = "--all" in arguments
+    if chosen and (words or not is_complete):
+        print("--step: runs a whole step of the complete level; use it with --all alone", file=sys.stderr)
+        return 2
     if is_complete and not words:
         results = [result for name in chosen or STEPS for result in STEPS[name]()]
     else:

@@ -112,3 +112,6 @@ def test_complete_level_runs_every_step_and_fails_with_one(monkeypatch, capsys):
     assert suite.main(["--all", "--step", "faults", "--step", "fuzz"]) == 0
     assert ran[len(suite.STEPS) :] == ["faults", "fuzz"]
     assert suite.main(["--all", "--step", "none"]) == 2
+    assert suite.main(["--step", "faults"]) == 2
+    assert suite.main(["--all", "--step", "faults", "tests/unit"]) == 2
+    assert ran[len(suite.STEPS) :] == ["faults", "fuzz"]

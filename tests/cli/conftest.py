@@ -14,19 +14,25 @@ from tests.paths import CONTRACTS
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 
+def in_process(main, name, monkeypatch, capture):
+    """A function that runs a command in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capture.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
 @pytest.fixture
 def plan(monkeypatch, capfd):
     """Runs ``dynmo-plan`` in this process: exit code, stdout, stderr."""
     from dynmo_balance import cli
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dynmo-plan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capfd.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return run
+    return in_process(cli.main, "dynmo-plan", monkeypatch, capfd)
 
 
 @pytest.fixture
@@ -34,14 +40,7 @@ def prep(monkeypatch, capsys):
     """Runs ``dynmo-prep`` in this process: exit code, stdout, stderr."""
     from dynmo_tools import cli
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dynmo-prep", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
+    return in_process(cli.main, "dynmo-prep", monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -49,14 +48,7 @@ def train(monkeypatch, capfd):
     """Runs ``dynmo-train`` in this process: exit code, stdout, stderr."""
     from dynmo_train import cli
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dynmo-train", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capfd.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
+    return in_process(cli.main, "dynmo-train", monkeypatch, capfd)
 
 
 @pytest.fixture

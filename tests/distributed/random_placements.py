@@ -650,11 +650,8 @@ def differences(drawn: Drawn, folder: Path, inputs: dict[str, Options]) -> Itera
         if failed:
             yield f"{'placement' if number else 'reference'}: {failed}"
             return
-    unequal = (
-        "step_ns",
-        "plan_id",
-        *(OF_CACHED_ITEMS if "freeze_cache_activations" in drawn.reference.options else ()),
-    )
+    is_cached = "freeze_cache_activations" in drawn.reference.options
+    unequal = ("step_ns", "plan_id", *(OF_CACHED_ITEMS if is_cached else ()))
     expected, found = _values(whole, unequal), _values(placed, unequal)
     if len(expected["losses, norms and metrics"]) != STEPS:
         yield f"the reference has {len(expected['losses, norms and metrics'])} of {STEPS} steps"

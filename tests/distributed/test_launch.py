@@ -191,8 +191,11 @@ def test_failed_run_is_restarted_up_to_the_limit(tmp_path):
     code, _, err = run(tmp_path, program, nproc=1, restarts=2)
     assert code == 0, err
     assert "--load" in (tmp_path / "seen-round-2-0").read_text()
-    code, _, _ = run(tmp_path, program.replace("round-2", "round-9"), nproc=1, restarts=1)
+    other = tmp_path / "other"
+    other.mkdir()
+    code, _, _ = run(other, program.replace("round-2", "round-9"), nproc=1, restarts=1)
     assert code == 4
+    assert sorted(path.name for path in other.glob("seen-round-*")) == ["seen-round-0-0", "seen-round-1-0"]
 
 
 @pytest.mark.complete

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dynmo_ckpt.huggingface.decoders import DECODERS, unlike_decoder
 from dynmo_ckpt.huggingface.models import hf_model
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from tests.unit.dynmo_ckpt.huggingface.test_published_configs import MIXTRAL
@@ -231,3 +232,15 @@ def test_trained_length_of_layer_types_is_their_own():
     theirs = gemma.from_dict(json.loads(json.dumps(config))).rope_parameters["full_attention"]
     ours = hf_model(config, 1)["rotary_scaling"]
     assert ours == scaling == {name: theirs[name] for name in scaling}
+
+
+def test_window_that_is_switched_off_is_not_read():
+    """Half of the layers would have it."""
+    assert "sliding_window" not in hf_model({**QWEN_2, "max_window_layers": 14}, 1)
+    assert hf_model({**QWEN_2, "max_window_layers": 14, "use_sliding_window": True}, 1)["sliding_window"] == 4096
+
+
+def test_model_with_norms_of_heads_is_not_a_llama():
+    model = hf_model(QWEN_3_MOE, 1)
+    assert unlike_decoder(model, DECODERS["llama"])["qk_norm"][0] == model["qk_norm"]
+    assert "qk_norm" not in unlike_decoder(model, DECODERS["qwen3_moe"])
