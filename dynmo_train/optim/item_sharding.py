@@ -140,9 +140,12 @@ class ItemSharding:
         return self._is_first_in_region(tensor_name)
 
     def is_stored(self, tensor_name: str) -> bool:
-        """As :meth:`is_writer`, without the weights that checkpoints of adapters refer to."""
+        """As :meth:`is_writer`, without shards of padding alone and weights that checkpoints of adapters refer to."""
         is_base = self.adapters_only and role_of(tensor_name) == "parameter" and not is_adapter(tensor_name)
-        return not is_base and self.is_writer(tensor_name)
+        shard = self.stored_rows(tensor_name)
+        # After a resume the steps of such a shard need not be those of the others.
+        is_padding = shard is not None and shard.begin >= vocabulary_rows(self.family)
+        return not is_base and not is_padding and self.is_writer(tensor_name)
 
     def is_counted(self, tensor_name: str) -> bool:
         """Whether sums over processes count this process's part of a tensor; with ZeRO these are its rows."""

@@ -563,12 +563,9 @@ def _partition(planner: ScriptedPlanner, run: Run, seed: int, num_fewer: int = 0
     return [items[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(items)])]
 
 
-def _answer(planner: ScriptedPlanner, run: Run) -> None:
-    """The answer at the boundary at which the trainer waits."""
-    _, step = planner.pending() or (0, 0)
-    if step == run.kill:
-        kill_workers(run.processes)
-    elif step in run.changes:
+def _answer(planner: ScriptedPlanner, run: Run, step: int) -> None:
+    """The answer at the boundary after ``step``, at which the trainer waits."""
+    if step in run.changes:
         planner.answer(_partition(planner, run, run.changes[step]))
     elif run.release is not None and step == run.release[0]:
         leaving = random.Random(run.release[1]).randrange(1, run.options["pipeline_model_parallel_size"])
@@ -581,8 +578,11 @@ def _answer(planner: ScriptedPlanner, run: Run) -> None:
 def _answer_until(ended: threading.Event, planner: ScriptedPlanner, run: Run) -> None:
     while not ended.is_set():
         try:
-            if planner.pending() is not None:
-                _answer(planner, run)
+            if (waiting := planner.pending()) is not None:
+                if waiting[1] == run.kill:
+                    kill_workers(run.processes)
+                    return
+                _answer(planner, run, waiting[1])
         except Exception:
             # The run would wait for its answer until the planner's timeout.
             kill_workers(run.processes)

@@ -9,6 +9,7 @@ import pytest
 from dynmo_train.parallel.dims import ParallelDims
 from tests.distributed.layouts import Layout, play_layouts
 from tests.distributed.scenario import Scenario
+from tests.distributed.whole_runs import manifest_of, train, write_data
 from tests.distributed.workers import run_workers
 from tests.levels import complete_but, of_level
 
@@ -62,3 +63,13 @@ def test_shards_that_ranks_share_are_near_one_process(request, two, whole, name)
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+
+
+def test_shard_of_padding_alone_leaves_the_steps_of_a_resumed_run_alone(tmp_path):
+    """97 rows are 256 with padding on two tensor-parallel ranks: the last of seven shards have none of them."""
+    data, run, untied = write_data(tmp_path / "data"), tmp_path / "run", "--untie-embeddings-and-output-weights"
+    for options in ({"exit_interval": "2"}, {"load": str(run)}):
+        train(
+            data, run, 2, untied, "--tensor-model-parallel-size=2", vocabulary_parallel="7", train_iters="4", **options
+        )
+    assert set(manifest_of(run, 4)["optimizer"]["steps"].values()) == {4}
