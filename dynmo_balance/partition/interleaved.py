@@ -5,7 +5,7 @@ apply.
 
 * In a V (worker ``p`` has the ``p``-th run from the front and the ``p``-th from the back), a table over the front cut
   gives the least bottleneck: of all assignments of the front up to a cut, the one that has assigned most of the back
-  is best. If stages must not be empty this is a bound, which may or may not be reached.
+  is best. If stages must not be empty this is a bound; where it is not reached, a table over both cuts is exact.
 * Looped, the search starts from the exact partition into ``P v`` stages. It shifts runs of neighboring cuts as long
   as the slowest worker, or else the sum of squares, decreases. This is a heuristic; its bound is work over workers and
   the heaviest unit.
@@ -13,7 +13,7 @@ apply.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -37,6 +37,8 @@ SHIFTS = (-1, 1, -1, 1, -1, 1, -2, 2, -3, 3)
 """Shifts in units to draw from; repeated ones are more likely."""
 MAX_TABLE_CELLS = 4_000_000
 """Largest table of the exact V solver; it has ``workers * units^2`` cells."""
+MAX_STAGE_TABLE_WORK = 16_000_000
+"""Largest ``workers * units^3``, the operations of one trial of the exact V solver whose stages must not be empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +250,8 @@ def solve_interleaved(problem: PartitionProblem) -> Solution:
     # first.
     starts = [minimize_bottleneck(replace(limits, static=(), activation=()))[1]]
     if problem.schedule in V_SCHEDULES and limits.units**2 * loads.workers <= MAX_TABLE_CELLS:
-        bound, cuts = minimize_v_bottleneck(loads, bound)
-        starts.append(cuts)
+        bound, best = minimize_v_bottleneck(loads, bound)
+        starts += [] if best is None else [best]
     elif limits.static:
         with suppress(InfeasibleError):  # a stage that does not fit may still be shifted to where it does
             starts.append(minimize_bottleneck(limits)[1])
@@ -302,8 +304,11 @@ def _minimize_migration(problem: PartitionProblem, loads: WorkerLoads, cuts: tup
     return tuple(int(cut) for cut in now[0])
 
 
-def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int, ...]]:
-    """The least bottleneck of a V whose stages may be empty, and cuts that have it, or the least found above it.
+def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int, ...] | None]:
+    """A lower bound of the bottleneck of a V in ns, and cuts that have the least bottleneck that was found.
+
+    The two agree unless stages must not be empty and the table that proves that is larger than
+    ``MAX_STAGE_TABLE_WORK``; the cuts may then be None as well.
 
     Args:
         loads: of the problem.
@@ -315,15 +320,17 @@ def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int,
     limits = loads.limits
     ceiling = max(slot.time_ns(limits.load[-1]) for slot in limits.slots) + 1
 
-    def least(from_ns: int, min_units: int) -> tuple[int, tuple[int, ...]] | None:
-        """The least bottleneck from ``from_ns`` on, with ``min_units`` units per stage, and its cuts; None if none."""
-        below, above = from_ns - 1, ceiling
-        found = _v_partition(loads, above, min_units)
+    def least(
+        from_ns: int, partition: Callable[[int], tuple[int, ...] | None], known: tuple[int, ...] | None = None
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """The least bottleneck from ``from_ns`` on at which there is a partition, and its cuts; None if none."""
+        found = known or partition(ceiling)
         if found is None:
             return None
+        below, above = from_ns - 1, int(loads.times(np.array([found])).max())
         trial = from_ns  # often already optimal
         while above - below > 1:
-            cuts = _v_partition(loads, trial, min_units)
+            cuts = partition(trial)
             if cuts is None:
                 below = trial
             else:
@@ -331,15 +338,60 @@ def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int,
             trial = (below + above) // 2
         return above, found
 
-    best = least(low, 0)
+    best = least(low, lambda bottleneck: _v_partition(loads, bottleneck, 0))
     if best is None:
         raise InfeasibleError(infeasibility_reason(limits))
     if limits.min_units == 0 or all(b - a >= limits.min_units for a, b in pairwise(best[1])):
         return best
-    # Stages must not be empty: the table then no longer proves anything, because the assignment with most of the back
-    # may leave a later stage without a unit. Its result is used, with the bound for stages that may be empty.
-    full = least(best[0], limits.min_units)
-    return (best[0], full[1]) if full is not None else best
+    # Stages must not be empty: this table then no longer proves anything, because the assignment with most of the back
+    # may leave a later stage without a unit. What it finds at the bound is optimal all the same.
+    full = least(best[0], lambda bottleneck: _v_partition(loads, bottleneck, limits.min_units))
+    if full is not None and full[0] == best[0]:
+        return full
+    if loads.workers * limits.units**3 > MAX_STAGE_TABLE_WORK:
+        return best[0], None if full is None else full[1]
+    exact = least(best[0], lambda bottleneck: _v_partition_of_full_stages(loads, bottleneck), full and full[1])
+    if exact is None:
+        raise InfeasibleError(
+            f"no partition with at least {limits.min_units} unit{'s' * (limits.min_units > 1)} per stage fits the"
+            " memory limits, one with empty stages does; use --min-layers 0, more memory or more workers"
+        )
+    return exact
+
+
+def _v_partition_of_full_stages(loads: WorkerLoads, bottleneck: int) -> tuple[int, ...] | None:
+    """Cuts of a V within the bottleneck and the limits with ``min_units`` units per stage; None if there are none.
+
+    A table says for each front cut and each back cut whether the workers so far can have all that is outside of them.
+    """
+    limits, size = loads.limits, loads.limits.units + 1
+    table = np.zeros((size, size), dtype=bool)
+    table[0, -1] = True
+    tables = [table]
+    for worker in range(loads.workers):
+        highest = limits.highest[2 * loads.workers - 1 - worker]
+        # The back may begin anywhere from the least cut on, so each row adds a run, which is marked at its two ends.
+        ends = np.zeros((size, size + 1), dtype=np.int64)
+        for first in np.flatnonzero(table.any(axis=1)):
+            until = np.flatnonzero(table[first])[:, None]
+            down = _earliest_back_cuts(loads, worker, bottleneck, limits.min_units, np.full_like(until, first), until)
+            row, front = np.nonzero(down < size)
+            np.add.at(ends, (front, down[row, front]), 1)
+            np.add.at(ends, (front, np.minimum(until[row, 0] - limits.min_units, highest) + 1), -1)
+        table = ends.cumsum(axis=1)[:, :size] > 0
+        tables.append(table)
+    middle = np.flatnonzero(table.diagonal())
+    if not len(middle):
+        return None
+    left, right = [int(middle[0])], [int(middle[0])]
+    for worker in range(loads.workers - 1, -1, -1):
+        first, until = np.nonzero(tables[worker][:, right[-1] + limits.min_units :])
+        until += right[-1] + limits.min_units
+        down = _earliest_back_cuts(loads, worker, bottleneck, limits.min_units, first[:, None], until[:, None])
+        at = int(np.flatnonzero(down[:, left[-1]] <= right[-1])[0])
+        left.append(int(first[at]))
+        right.append(int(until[at]))
+    return (*reversed(left), *right[1:])
 
 
 def _v_partition(loads: WorkerLoads, bottleneck: int, min_units: int) -> tuple[int, ...] | None:

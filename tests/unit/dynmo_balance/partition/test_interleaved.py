@@ -16,7 +16,10 @@ from dynmo_balance.simulation.simulator import predict
 
 def partitions(problem):
     """All partitions that obey pins, least units and, by the order of operations, memory."""
-    limits = make_limits(problem)
+    try:
+        limits = make_limits(problem)
+    except InfeasibleError:  # by its pins
+        return
     units = limits.units
     for inner in combinations_with_replacement(range(units + 1), problem.num_stages - 1):
         cuts = (0, *inner, units)
@@ -30,10 +33,12 @@ def partitions(problem):
 
 
 def random_problem(rng, chain_factory, problem_factory, schedule):
-    workers, n = rng.randint(1, 3), 6
+    workers, n = rng.randint(1, 3), rng.randint(6, 7)
+    # Between a few heavy layers the exact table for stages that are not empty is needed.
+    times = rng.choice([range(1, 31), (1, 2, 3, 30, 37)])
     chain = chain_factory(
-        [rng.randint(1, 30) for _ in range(n)],
-        backward=[rng.randint(1, 30) for _ in range(n)],
+        [rng.choice(times) for _ in range(n)],
+        backward=[rng.choice(times) for _ in range(n)],
         activation=[rng.randint(0, 4) for _ in range(n)],
         sizes=[rng.randint(0, 9) for _ in range(n)],
     )
@@ -52,7 +57,7 @@ def random_problem(rng, chain_factory, problem_factory, schedule):
 @pytest.mark.parametrize("schedule", [*V_SCHEDULES, pytest.param("interleaved-1f1b", marks=pytest.mark.complete)])
 def test_solve_interleaved_against_brute_force(schedule, rng, chain_factory, problem_factory):
     reached = tight = feasible = 0
-    for _ in range(50):
+    for _ in range(80):
         problem = random_problem(rng, chain_factory, problem_factory, schedule)
         best = min((bottleneck_ns(problem, cuts) for cuts in partitions(problem)), default=None)
         if best is None:
@@ -63,18 +68,16 @@ def test_solve_interleaved_against_brute_force(schedule, rng, chain_factory, pro
         try:
             solution = balance(problem, "exact")
         except InfeasibleError:
-            assert problem.min_units or schedule not in V_SCHEDULES  # the search is a heuristic there
+            assert schedule not in V_SCHEDULES  # the search is a heuristic for the others
             continue
         assert solution.boundaries in set(partitions(problem))
         assert solution.lower_bound_ns <= best <= solution.bottleneck_ns == bottleneck_ns(problem, solution.boundaries)
         assert solution.optimal == (solution.bottleneck_ns == solution.lower_bound_ns)
-        if schedule in V_SCHEDULES and problem.min_units == 0:
-            assert solution.optimal
         reached += solution.optimal
         tight += solution.bottleneck_ns == best
-    assert feasible > 25
-    assert tight > (0.95 if schedule in V_SCHEDULES else 0.7) * feasible
-    assert reached > (0.8 if schedule in V_SCHEDULES else 0.02) * feasible
+    assert feasible > 40
+    assert tight >= (1 if schedule in V_SCHEDULES else 0.7) * feasible
+    assert reached >= (1 if schedule in V_SCHEDULES else 0.02) * feasible
 
 
 @pytest.mark.parametrize("schedule", [*V_SCHEDULES, "interleaved-1f1b"])
