@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from .._common.console import print_message
@@ -14,6 +15,8 @@ from ..costs.devices import Device
 from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from ..formats.profile import Event, Header, Segment, Step, read_profile
 from ..formats.profile_records import COST_NEUTRAL_EVENTS, with_speeds
+from ..partition.uniform import boundaries as even_split
+from ..planning.plan_builder import problem_of_run
 from .profile_summary import step_warnings
 
 
@@ -55,6 +58,47 @@ def _readable_plan(path: Path, header: Header, plan_id: int) -> Plan | None:
     except DynmoError:
         return None
     return None if header_problems(plan, header) else plan
+
+
+def _plan_beside(path: Path, header: Header, plan_id: int) -> Plan | None:
+    """The plan of a step in the run directory of a profile that was given as a file."""
+    return None if path.is_dir() else _readable_plan(path.parent, header, plan_id)
+
+
+def costs_at_normal_speed(path: Path, window: CostWindow, header: Header, plan: Plan | None) -> ItemCosts | None:
+    """The costs of a window, or None while an item has no sample.
+
+    Args:
+        path: of the profile, for the warning.
+        window: the records.
+        header: with the speeds of the workers.
+        plan: the plan of the last record. If it is unknown and the speeds differ, the first plan of a run counts as
+            the even split, with which a run starts by default.
+    """
+    if plan is not None:
+        return window.costs(speeds_of_items(header, plan.owner))
+    costs = window.costs()
+    if costs is None or len({worker.relative_speed for worker in header.workers}) == 1:
+        return costs
+    at_plan = window.records[-1].plan_id
+    if at_plan > 0:
+        print_message(
+            f"warning: {profile_path(path)}: workers have different speeds, and plan {at_plan}, under which the times"
+            " were measured, is not beside the profile: all times count as those of a worker of normal speed"
+        )
+        return costs
+    problem = problem_of_run(header, costs)
+    spans = pairwise(even_split(problem))
+    owner = {
+        item.name: problem.slots[problem.positions[stage]].worker
+        for stage, (begin, end) in enumerate(spans)
+        for item in header.items[begin:end]
+    }
+    print_message(
+        f"warning: {profile_path(path)}: workers have different speeds, and there is no plans/ beside the profile: the"
+        " times count as measured under the even split of the layers"
+    )
+    return window.costs(speeds_of_items(header, owner))
 
 
 def recorded_owners(path: Path, segment: Segment) -> dict[int, dict[str, int]]:
@@ -161,8 +205,7 @@ def load(
         )
     warn_of_units(path, costs_window.records)
     plan = _active_plan(path, header, last)
-    # Without the plan it is unknown which worker measured an item; all then count as normal.
-    costs = costs_window.costs(None if plan is None else speeds_of_items(header, plan.owner))
+    costs = costs_at_normal_speed(path, costs_window, header, plan or _plan_beside(path, header, last.plan_id))
     if costs is None:
         raise UsageError(
             f"{profile_path(path)}: {costs_window.unsampled()} of {len(header.items)} items have no sample"

@@ -19,11 +19,11 @@ from .._common.document import DocumentError, Problem, parse_json
 from .._common.errors import DynmoError
 from .._common.log_parts import part_paths, read_part_lines
 from .._common.report.run_data import RunData, read_run_files
-from ..costs.cost_window import CostWindow, speeds_of_items
+from ..costs.cost_window import CostWindow
 from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from ..formats.profile import Event, Header, LineParser, PlanResult, Record, Step, Worker
 from ..formats.profile_records import COST_NEUTRAL_EVENTS, with_speeds
-from .profile_source import ProfileSource, profile_path, warn_of_units
+from .profile_source import ProfileSource, costs_at_normal_speed, profile_path, warn_of_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class _Pass:
             return "the newest start of the run has recorded no step yet"
         warn_of_units(path, self.costs.records)
         plan = plans.get(self.last.plan_id)
-        costs = self.costs.costs(None if plan is None else speeds_of_items(self.header, plan.owner))
+        costs = costs_at_normal_speed(path, self.costs, self.header, plan)
         if costs is None:
             return (
                 f"{self.costs.unsampled()} of {len(self.header.items)} items have no sample since the last change of"

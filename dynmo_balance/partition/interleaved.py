@@ -37,8 +37,8 @@ SHIFTS = (-1, 1, -1, 1, -1, 1, -2, 2, -3, 3)
 """Shifts in units to draw from; repeated ones are more likely."""
 MAX_TABLE_CELLS = 4_000_000
 """Largest table of the exact V solver; it has ``workers * units^2`` cells."""
-MAX_STAGE_TABLE_WORK = 16_000_000
-"""Largest ``workers * units^3``, the operations of one trial of the exact V solver whose stages must not be empty."""
+MAX_STAGE_TABLE_WORK = 4_000_000
+"""Largest ``workers * units^3`` for which a V whose stages must not be empty is solved exactly; a trial takes 0.1 s."""
 
 
 @dataclass(frozen=True, kw_only=True)

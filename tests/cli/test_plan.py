@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from dynmo_balance.cli.options import Policy, Schedule
+from dynmo_balance.inputs.profile_source import load
 from dynmo_balance.online.policies import POLICIES
 from dynmo_balance.partition.registry import balancer_names
 from dynmo_balance.schedules.registry import SCHEDULES
@@ -410,6 +411,22 @@ def test_commands_warn_of_times_in_another_unit(plan, tmp_path, command):
     assert code in (0, 4)
     assert "is outside 100 ns to 100 s; is it another unit?" in err
     assert err.count("warning:") == 1
+
+
+def test_times_of_a_slow_worker_are_converted_without_plans(tmp_path, capsys):
+    """Under plan 0 worker 1 has the second half of the layers; at half the speed they take twice as long."""
+    path = tmp_path / "profile.jsonl"
+    records = [json.loads(line) for line in EVENTS.read_text().splitlines()]
+    records[0]["workers"][1]["relative_speed"] = 0.5
+    for record in records:
+        for name in ("forward_ns", "backward_ns"):
+            if name in record:
+                record[name] = [ns and ns * (1 + (at >= 5)) for at, ns in enumerate(record[name])]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert load(path, at_step=8).costs == load(EVENTS, at_step=8).costs
+    assert "measured under the even split" in capsys.readouterr().err
+    assert load(path).costs.forward_ns[-1] == 2 * load(EVENTS).costs.forward_ns[-1]
+    assert "plan 1, under which the times were measured, is not beside the profile" in capsys.readouterr().err
 
 
 def test_watch_warns_of_units_once_per_header(plan, run_dir):

@@ -197,7 +197,7 @@ def is_accepted(document, name, profile, base):
 
 def check_every_forgery(plan, path, options):
     code, out, err = plan("verify", path, *options)
-    assert (code, err) == (0, ""), err
+    assert code == 0, err
     assert "every number is correct" in out
     profile, base = options[1], read_plan(options[3]) if len(options) > 2 else None
     document = json.loads(path.read_text())

@@ -8,7 +8,7 @@ at which a stage may begin only increases with its end: two pointers pass throug
 What the bound is depends on the placement, as ``formats/plan.md`` defines:
 
 * one stage per worker: the minimum bottleneck of all partitions that satisfy the constraints;
-* two stages per worker in a V: the same, with stages that may be empty where pins and minimum layers permit;
+* two stages per worker in a V: the same; beyond ``LARGEST_FULL_V`` with stages that may be empty where pins permit;
 * looped stages, or a V that is too large for a table: work over speed, or the heaviest unit;
 * an own order of operations: memory limits are ignored, because the order decides how much is in flight.
 """
@@ -25,6 +25,8 @@ from .step import Pipeline, PlanWorker, in_flight
 
 LARGEST_V = 4_000_000
 """Maximum of workers times units squared for the exact bound of a V; ``formats/plan.md`` states the same number."""
+LARGEST_FULL_V = 4_000_000
+"""Maximum of workers times units cubed for the exact bound of a V whose stages must not be empty, as there."""
 NOWHERE = -1
 
 
@@ -121,7 +123,9 @@ def bound_of(question: BoundProblem, claimed_ns: int) -> Bound:
     least = _share(question)
     if question.is_v and len(pipeline.plan_workers) * question.units**2 <= LARGEST_V:
         is_v = _VScheduleFeasibility(question)
-        least = _least(is_v.decide, max(least, claimed_ns), _most(question))
+        is_small = len(pipeline.plan_workers) * question.units**3 <= LARGEST_FULL_V
+        decide = is_v.decide_full if question.min_units and is_small else is_v.decide
+        least = _least(decide, max(least, claimed_ns), _most(question))
     return Bound(least_ns=least, blocking=(0, 0))
 
 
@@ -237,6 +241,24 @@ class _VScheduleFeasibility:
                         further[end] = least
             back = further
         return any(cut == front for front, cut in enumerate(back))
+
+    def decide_full(self, time_ns: int) -> bool:
+        """Whether a V with ``min_units`` in each stage is within ``time_ns``."""
+        question, units = self.question, self.question.units
+        # For each front cut the back cuts that the workers so far can have, as bits: most of the back may be too much.
+        backs = {0: 1 << units}
+        for worker in range(len(question.pipeline.plan_workers)):
+            further: dict[int, int] = {}
+            (low, high), last = self.windows[worker + 1], self.windows[self.question.stages - 1 - worker][1]
+            for front, cuts in backs.items():
+                for until in (cut for cut in range(units + 1) if cuts >> cut & 1):
+                    highest = min(until - question.min_units, last)
+                    for end in range(max(front + question.min_units, low), min(highest, high) + 1):
+                        least = self._back(worker, front, end, until, time_ns)
+                        if least != NOWHERE and least <= highest:
+                            further[end] = further.get(end, 0) | (1 << highest + 1) - (1 << least)
+            backs = further
+        return any(cuts >> front & 1 for front, cuts in backs.items())
 
     def _back(self, worker: int, begin: int, end: int, until: int, time_ns: int) -> int:
         """The lowest cut from which the worker with ``[begin, end)`` can also have the units up to ``until``."""
