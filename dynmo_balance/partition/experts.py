@@ -7,9 +7,10 @@ split. Minimize the largest load of a rank::
     tokens per expert --> _replicate --> _pack --> _improve (swaps) --> reshare (tokens by flow) --+
                      `--> fill_ranks: every rank gets W/G, where G*S >= E+G-1 ---------------------+--> best
 
-``even`` shares split the tokens of an expert equally among its slots, as DeepSeek's EPLB does
-(https://github.com/deepseek-ai/EPLB); ``free`` shares split them as the balance needs. Tokens are integers, so that
-the comparison with the lower bound is exact.
+``even`` shares split the tokens of an expert equally among its ranks, as DeepSeek's EPLB does
+(https://github.com/deepseek-ai/EPLB); ``free`` shares split them as the balance needs. No rank has an expert twice: the
+second slot would be wasted, as a rank computes all its tokens of an expert at once. Tokens are integers, so that the
+comparison with the lower bound is exact.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def _least_part(tokens: np.ndarray, room: int) -> int:
 def place(problem: ExpertProblem, current: Ranks | None = None) -> ExpertPlacement:
     """The placement of the least largest load that is found; among equals, the one that moves the fewest experts.
 
-    Never worse than EPLB, whose placement is a candidate. With free shares and ``G*S >= E+G-1`` it is optimal.
+    Never worse than EPLB's placement without second slots of an expert on a rank, which is a candidate. With free
+    shares and ``G*S >= E+G-1`` it is optimal.
 
     Args:
         problem: Tokens, ranks and slots.
@@ -154,7 +156,7 @@ def place(problem: ExpertProblem, current: Ranks | None = None) -> ExpertPlaceme
     if problem.is_hierarchical:
         return _place_on_nodes(problem, current)
     can_fill = problem.shares == FREE and problem.ranks * problem.slots >= len(problem.tokens) + problem.ranks - 1
-    found = (None if can_fill else _packed(problem), _from_current(problem, current))
+    found = (*(() if can_fill else (_packed(problem), _eplb(problem))), _from_current(problem, current))
     candidates = [_to_ranks(problem, slots) for slots in found if slots is not None]
     if problem.shares == FREE:
         candidates = [reshare(problem, ranks) for ranks in candidates]
@@ -233,41 +235,72 @@ def _window(parts: Sequence[tuple[int, int]], slots: int, target: int) -> int:
     return max(0, len(parts) - slots)
 
 
-def _replicate(tokens: np.ndarray, room: int) -> np.ndarray:
-    """Number of slots of each expert: each spare one goes to the expert with the most tokens per slot."""
+def _replicate(tokens: np.ndarray, room: int, most: int) -> np.ndarray:
+    """Number of slots of each expert, up to ``most``: each spare one goes to the one with the most tokens per slot."""
     counts = np.ones(len(tokens), dtype=np.int64)
     for _ in range(room - len(tokens)):
-        counts[int(np.argmax(tokens / counts))] += 1
+        at = int(np.argmax(np.where(counts < most, tokens / counts, -1)))
+        if counts[at] == most:
+            break  # every rank has every expert
+        counts[at] += 1
     return counts
 
 
-def _pack(tokens: np.ndarray, counts: np.ndarray, ranks: int, slots: int) -> list[list[int]]:
-    """Experts of each rank: the heaviest slot first, to the lightest rank with room, without the expert if possible."""
+def _pack(tokens: np.ndarray, counts: np.ndarray, ranks: int, slots: int, *, twice: bool = False) -> list[list[int]]:
+    """Experts of each rank: the heaviest slot first, to the lightest rank with room.
+
+    Args:
+        tokens: of each expert.
+        counts: slots of each expert; at most ``ranks`` unless ``twice``.
+        ranks, slots: ranks, and slots of each.
+        twice: whether a rank may get an expert again.
+    """
     weights = tokens / counts
     order = sorted((e for e in range(len(tokens)) for _ in range(counts[e])), key=lambda e: (-weights[e], e))
     placed: list[list[int]] = [[] for _ in range(ranks)]
     loads = np.zeros(ranks)
     for expert in order:
         free = [rank for rank in range(ranks) if len(placed[rank]) < slots]
-        rank = min(free, key=lambda rank: (loads[rank], rank))
+        others = [rank for rank in free if twice or expert not in placed[rank]]
+        rank = min(others or free, key=lambda rank: (loads[rank], rank))
+        if not others:
+            # A full rank without the expert gets it for its lightest one that the rank with room does not have.
+            without = [other for other in range(ranks) if expert not in placed[other]]
+            given, other = min(
+                ((each, other) for other in without for each in placed[other] if each not in placed[rank]),
+                key=lambda one: (weights[one[0]], loads[one[1]], *one),
+            )
+            placed[other].remove(given)
+            placed[other].append(expert)
+            loads[other] += weights[expert] - weights[given]
+            expert = given
         placed[rank].append(expert)
         loads[rank] += weights[expert]
     return placed
 
 
+def _eplb(problem: ExpertProblem) -> list[list[int]]:
+    """EPLB's packing, without second slots of an expert on a rank."""
+    tokens, room = np.asarray(problem.tokens, dtype=np.int64), problem.ranks * problem.slots
+    packed = _pack(tokens, _replicate(tokens, room, room), problem.ranks, problem.slots, twice=True)
+    return [sorted(set(each)) for each in packed]
+
+
 def _packed(problem: ExpertProblem) -> list[list[int]]:
-    """EPLB's packing, improved by swaps, and by replicas that move from one expert to another."""
+    """EPLB's packing with distinct experts on a rank, improved by swaps and replicas that move between experts."""
     tokens = np.asarray(problem.tokens, dtype=np.int64)
-    counts = _replicate(tokens, problem.ranks * problem.slots)
+    counts = _replicate(tokens, problem.ranks * problem.slots, problem.ranks)
     start = _pack(tokens, counts, problem.ranks, problem.slots)
     best, heaviest = _better(problem, start, _improve(tokens, counts, start))
     bound = lower_bound(problem)
     tried: set[tuple[int, int]] = set()
     while heaviest > bound and len(tried) < _REPLICA_MOVES:
         rank = int(np.argmax(loads_of(_to_ranks(problem, best))))
-        takers = sorted(set(best[rank]), key=lambda e: -tokens[e] / counts[e])
+        takers = sorted((e for e in best[rank] if counts[e] < problem.ranks), key=lambda e: -tokens[e] / counts[e])[:2]
+        # Where the loads are almost equal, the parts of a light expert even them out.
+        light = [int(e) for e in np.argsort(tokens, kind="stable") if counts[e] < problem.ranks and e not in takers][:2]
         givers = sorted(np.flatnonzero(counts > 1), key=lambda e: tokens[e] / (counts[e] - 1))
-        pairs = [(int(g), t) for t in takers[:2] for g in givers[:4] if g != t and (int(g), t) not in tried]
+        pairs = [(int(g), t) for t in takers + light for g in givers[:4] if g != t and (int(g), t) not in tried]
         if not pairs:
             break
         giver, taker = pairs[0]

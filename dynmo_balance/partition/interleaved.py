@@ -385,12 +385,12 @@ def _v_partition_of_full_stages(loads: WorkerLoads, bottleneck: int) -> tuple[in
         return None
     left, right = [int(middle[0])], [int(middle[0])]
     for worker in range(loads.workers - 1, -1, -1):
-        first, until = np.nonzero(tables[worker][:, right[-1] + limits.min_units :])
-        until += right[-1] + limits.min_units
-        down = _earliest_back_cuts(loads, worker, bottleneck, limits.min_units, first[:, None], until[:, None])
-        at = int(np.flatnonzero(down[:, left[-1]] <= right[-1])[0])
-        left.append(int(first[at]))
-        right.append(int(until[at]))
+        pairs = np.argwhere(tables[worker])
+        pairs = pairs[pairs[:, 1] >= right[-1] + limits.min_units]
+        down = _earliest_back_cuts(loads, worker, bottleneck, limits.min_units, pairs[:, :1], pairs[:, 1:])
+        begin, end = pairs[np.flatnonzero(down[:, left[-1]] <= right[-1])[0]]
+        left.append(int(begin))
+        right.append(int(end))
     return (*reversed(left), *right[1:])
 
 

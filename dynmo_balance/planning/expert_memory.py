@@ -106,6 +106,7 @@ def within_memory(
             problem = result[item].problem
             least = replace(problem, slots=-(-len(problem.tokens) // problem.ranks))
             result[item] = replace(result[item], ranks=place(least, result[item].before).ranks)
+        _add_copies(result, worker, [item for item in items_of[worker] if item in result], memory, weight)
     if left := memory.full(result):
         raise UsageError(f"{describe(left[0])} without any copy; use more ranks, or give the memory with --memory")
     return result, full
@@ -129,6 +130,36 @@ def _remove_copies(
             return
         layers[item] = _without(layers[item], full.rank, expert)
         excess -= copies.param_count.get(item, 0) * copies.copy_bytes
+
+
+def _add_copies(
+    layers: dict[str, PlacedLayer], worker: int, items: Sequence[str], memory: ExpertMemory, weight: Mapping[str, int]
+) -> None:
+    """Add to a worker the copies that save most, one by one, while the memory has room for them.
+
+    Tried are copies of experts of a layer's heaviest rank, on its lightest rank that has a free slot.
+    """
+    while True:
+        found = []
+        for item in items:
+            layer = layers[item]
+            loads, here = loads_of(layer.ranks), [{expert for expert, _ in each} for each in layer.ranks]
+            for expert in here[loads.index(max(loads))]:
+                room = [each for each in here if expert not in each and len(each) < layer.problem.slots]
+                if room:
+                    _, on = min((loads[at], at) for at, each in enumerate(here) if each in room)
+                    added = [(*each, (expert, 0)) if at == on else each for at, each in enumerate(layer.ranks)]
+                    more = replace(layer, ranks=shares_on(layer.problem, tuple(added)))
+                    saved = (layer.max_tokens - more.max_tokens) / max(1, layer.max_tokens)
+                    found.append((saved * (weight.get(item) or 1), item, more))
+        for saved, item, more in sorted(found, key=lambda one: -one[0]):
+            if saved <= 0:
+                return
+            if all(each.worker != worker for each in memory.full(layers | {item: more})):
+                layers[item] = more
+                break
+        else:
+            return
 
 
 def _losses(
