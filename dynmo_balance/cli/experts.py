@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -92,18 +93,20 @@ def experts(
     """
     from .._common.document import write_whole
     from ..costs.expert_loads import expert_loads
-    from ..formats.expert_plan import encode_expert_plan, to_document
+    from ..formats.expert_plan import encode_expert_plan
     from ..formats.profile import read_profile
     from ..inputs.profile_source import profile_path
 
     path = profile_path(source)
     loads = expert_loads(read_profile(path), str(path), window=costs.window, at_step=costs.at_step)
     plan = _plan(source, loads, ranks, moves, costs, memory)
+    needed = output is not None or output_format is Format.JSON
+    payload = encode_expert_plan(plan, str(output or "the plan")) if needed else b""
     if output is not None:
-        write_whole(output, encode_expert_plan(plan, str(output)))
+        write_whole(output, payload)
         print_message(f"wrote {output}")
     if output_format is Format.JSON:
-        emit_json(to_document(plan))
+        emit_json(json.loads(payload))
     else:
         _show(plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,7 +76,7 @@ def partition(
     Exits with code 3 when no partition satisfies the constraints, and names the constraint that cannot be met.
     """
     from .._common.document import write_whole
-    from ..formats.plan import read_fitting_plan, to_document
+    from ..formats.plan import read_fitting_plan
     from ..inputs.problem_from_options import ProblemOptions, make_problem
     from ..output.tables import print_proposal
     from ..partition import uniform
@@ -94,11 +95,13 @@ def partition(
     problem = make_problem(loaded, options, base)
     proposal = _proposal(loaded, problem, base, schedule, granularity, balancer, objective)
     plan = _plan(loaded, proposal, base, balancer)
+    needed = output is not None or output_format is Format.JSON
+    payload = encode_plan(plan, str(output or "the plan")) if needed else b""
     if output is not None:
-        write_whole(output, encode_plan(plan, str(output)))
+        write_whole(output, payload)
         print_message(f"wrote {output}")
     if output_format is Format.JSON:
-        emit_json(to_document(plan))
+        emit_json(json.loads(payload))
     else:
         static_step_ns = predict(proposal.problem, uniform.boundaries(proposal.problem)).step_ns
         is_searched = schedule in SEARCHED or granularity is GranularityOrSearch.AUTO

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,7 +47,6 @@ def repack(
     """
     from .._common.document import write_whole
     from .._common.errors import UsageError
-    from ..formats.plan import to_document
     from ..inputs.problem_from_options import ProblemOptions, make_problem
     from ..output.tables import print_stages
     from ..planning.repack import NoChangeError, make_release_plan, repack_table
@@ -68,11 +68,13 @@ def repack(
             + ("" if is_text else _refusals(found))
         )
     small, plan = make_release_plan(loaded.header, problem, loaded.plan, chosen, loaded.last_step, reference)
+    needed = output is not None or output_format is Format.JSON
+    payload = encode_plan(plan, str(output or "the plan")) if needed else b""
     if output is not None:
-        write_whole(output, encode_plan(plan, str(output)))
+        write_whole(output, payload)
         print_message(f"wrote {output}")
     if not is_text:
-        emit_json(to_document(plan))
+        emit_json(json.loads(payload))
         return
     emit(f"release workers {', '.join(map(str, plan.released_workers))}")
     if loaded.plan is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .._common.console import Format, emit, emit_json, human_bytes
-from .._common.document import MAX_LAYERS, MAX_MICROBATCHES, MAX_STEPS, Problem
+from .._common.document import MAX_LAYERS, MAX_MICROBATCHES, MAX_STEPS, Problem, read_json
 from .._common.errors import DynmoError
 from .._common.option_groups import grouped
 from .options import DeviceOptions, FormatOption, GranularityOption, MemoryOption
@@ -47,13 +47,21 @@ def verify(
     device: DeviceOptions,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """Recompute every number of a plan from the profile, without the solvers. Exits with code 1 if one is wrong."""
+    """Recompute every number of a plan from the profile, without the solvers. Exits with code 1 if one is wrong.
+
+    Also of a plan of ``dynmo-plan experts``.
+    """
     from ..analysis.verify.inputs import Overrides, load_inputs
     from ..analysis.verify.plan import verify as find_faults
-    from ..formats.plan import plan_path, read_plan
+    from ..formats.expert_plan import FORMAT as EXPERT_PLAN
+    from ..formats.plan import parse_plan, plan_path, read_plan
     from ..inputs.problem_from_options import parse_bytes
 
-    read = read_plan(plan)
+    document = read_json(plan)
+    if isinstance(document, dict) and document.get("format") == EXPERT_PLAN:
+        _report(plan, _expert_faults(plan, document, profile, base, window), "tokens and placements", output_format)
+        return
+    read = parse_plan(document, str(plan))
     overrides = Overrides(
         granularity=granularity,
         microbatches=microbatches,
@@ -67,12 +75,39 @@ def verify(
         candidate = plan_path(profile / "plans", read.base_plan_id)
         base = candidate if candidate.is_file() else None
     faults = find_faults(read, inputs, None if base is None else read_plan(base), plan.name)
+    _report(plan, faults, _describe(inputs, read), output_format)
+
+
+def _expert_faults(path: Path, document: object, profile: Path, base: Path | None, window: int | None) -> list[Problem]:
+    """The wrong numbers of an expert plan."""
+    from ..analysis.verify.expert_plan import verify_experts
+    from ..analysis.verify.inputs import DEFAULT_WINDOW
+    from ..formats.expert_plan import parse_expert_plan, read_expert_plan
+    from ..formats.profile import read_profile
+    from ..inputs.profile_source import profile_path
+
+    source = profile_path(profile)
+    return verify_experts(
+        parse_expert_plan(document, str(path)),
+        read_profile(source),
+        str(source),
+        None if base is None else read_expert_plan(base),
+        window=window or DEFAULT_WINDOW,
+    )
+
+
+def _report(plan: Path, faults: list[Problem], described: str, output_format: Format) -> None:
+    """Print the result.
+
+    Raises:
+        PlanMismatchError: a number is wrong.
+    """
     if output_format is Format.JSON:
         emit_json({"faults": [{"path": f.path, "kind": f.kind, "message": f.message} for f in faults]})
     if faults:
         raise PlanMismatchError(str(plan), faults)
     if output_format is Format.TEXT:
-        emit(f"{plan}: every number is correct | {_describe(inputs, read)}")
+        emit(f"{plan}: every number is correct | {described}")
 
 
 def _describe(inputs: VerifyInputs, plan: Plan) -> str:

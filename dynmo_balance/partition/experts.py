@@ -166,9 +166,7 @@ def place(problem: ExpertProblem, current: Ranks | None = None) -> ExpertPlaceme
         candidates = [relabel(ranks, current, problem.nodes) for ranks in candidates]
         if fits(problem, current):
             candidates.append(shares_on(problem, current))
-    best = min(
-        candidates, key=lambda ranks: (max(loads_of(ranks)), 0 if current is None else len(moves(current, ranks)))
-    )
+    best = min(candidates, key=lambda ranks: (max(loads_of(ranks)), _num_moves(current, ranks)))
     return ExpertPlacement(ranks=best, lower_bound=lower_bound(problem))
 
 
@@ -200,6 +198,14 @@ def moves(before: Ranks, after: Ranks) -> list[tuple[int, int, int]]:
         for expert, _ in experts
         if expert not in present[rank]
     ]
+
+
+def _num_moves(before: Ranks | None, after: Ranks) -> int:
+    """Experts that ranks get; on one node also those of other nodes, which no rank of it has before."""
+    if before is None:
+        return 0
+    present = [{expert for expert, _ in experts} for experts in before]
+    return sum(expert not in present[rank] for rank, experts in enumerate(after) for expert, _ in experts)
 
 
 def fill_ranks(problem: ExpertProblem) -> Ranks:

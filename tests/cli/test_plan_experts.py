@@ -6,7 +6,12 @@ import json
 
 import pytest
 
+from dynmo_balance._common.errors import UsageError
+from dynmo_balance.analysis.verify.expert_plan import verify_experts
+from dynmo_balance.formats.expert_plan import parse_expert_plan
+from dynmo_balance.formats.profile import read_profile
 from tests.cli.cli_files import EVENTS
+from tests.cli.test_plan_verify import forged
 
 # 8 experts; the first two are hot.
 TOKENS = [40.0, 30.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
@@ -45,6 +50,38 @@ def test_experts_written_plan_is_where_the_next_one_starts(plan, profile, tmp_pa
     assert again["moves"] == []
     assert again["ranks"] == layer["ranks"]
     assert again["max_tokens_before"] == layer["max_tokens"]
+
+
+# What ``experts`` was told; and the step, since the tokens are the same in all.
+GIVEN = {"slots_per_rank", "num_nodes", "num_groups", "pause_ns", "read_to_step"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--replicas", "4"), ("--shares", "even", "--replicas", "8"), ("--nodes", "2", "--groups", "4"), ("--current",)],
+    ids=" ".join,
+)
+def test_verify_each_forged_number_of_an_expert_plan_is_refused(plan, profile, tmp_path, options):
+    path, base = tmp_path / "experts.json", tmp_path / "base.json"
+    assert plan("experts", profile, "--ranks", "4", "--replicas", "4", "-o", base)[0] == 0
+    made_from = ("--base", base) if "--current" in options else ()
+    options = ("--replicas", "8", *options, base) if made_from else options
+    assert plan("experts", profile, "--ranks", "4", *options, "-o", path)[0] == 0
+    code, out, err = plan("verify", path, "--profile", profile, *made_from)
+    assert (code, err) == (0, "")
+    assert out == f"{path}: every number is correct | tokens and placements\n"
+    segments, former = read_profile(profile), parse_expert_plan(json.loads(base.read_text()), "base")
+
+    def is_accepted(document):
+        try:
+            read = parse_expert_plan(document, path.name)
+            return not verify_experts(read, segments, "profile", former if made_from else None, window=20)
+        except UsageError:
+            return False
+
+    tried = [each for each in forged(json.loads(path.read_text())) if each[0][-1] not in GIVEN]
+    assert len(tried) > 20
+    assert [(where, value, other) for where, value, other, changed in tried if is_accepted(changed)] == []
 
 
 def test_experts_slow_link_keeps_experts_in_place(plan, profile):
