@@ -28,7 +28,7 @@ def explain(
     from dataclasses import replace
 
     from ..analysis.explain import explain_plan
-    from ..formats.plan import read_fitting_plan
+    from ..formats.plan import read_plan_of_profile
     from ..inputs.problem_from_options import ProblemOptions, make_problem, options_of_plan, with_plan_order
     from ..partition.balance import certify
     from ..planning.plan_builder import propose
@@ -36,7 +36,8 @@ def explain(
 
     loaded = costs.load(source)
     if plan is not None:
-        loaded = replace(loaded, plan=read_fitting_plan(plan, loaded.header))
+        read, header = read_plan_of_profile(plan, loaded.header)
+        loaded = replace(loaded, plan=read, header=header)
     options = ProblemOptions(stages=stages)
     problem = make_problem(loaded, options)
     if loaded.plan is not None and stages is None:

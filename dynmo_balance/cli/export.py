@@ -28,13 +28,12 @@ def export(
     A plan that the framework cannot run exactly is refused: another placement or schedule, or cuts inside layers.
     """
     from .._common.errors import UsageError
-    from ..formats.plan import read_fitting_plan
+    from ..formats.plan import read_plan_of_profile
     from ..formats.profile import read_profile
     from ..inputs.profile_source import profile_path
     from ..output.export import TARGETS
 
-    header = read_profile(profile_path(profile))[-1].header
-    read = read_fitting_plan(plan, header)
+    read, header = read_plan_of_profile(plan, read_profile(profile_path(profile))[-1].header)
     if target_version is not None and to is not Target.TORCHTITAN:
         raise UsageError(f"--target-version: {to.value} has only one format; use it with --to torchtitan")
     planned = header.microbatches if read.constraints is None else read.constraints.microbatches

@@ -75,15 +75,18 @@ def partition(
 
     Exits with code 3 when no partition satisfies the constraints, and names the constraint that cannot be met.
     """
+    from dataclasses import replace
+
     from .._common.document import write_whole
-    from ..formats.plan import read_fitting_plan
+    from ..formats.plan import read_plan_of_profile
     from ..inputs.problem_from_options import ProblemOptions, make_problem
     from ..output.tables import print_proposal
     from ..partition import uniform
     from ..simulation.simulator import predict
 
     loaded = costs.load(source, device=device.load(), dtype=device.dtype)
-    base = loaded.plan if current is None else read_fitting_plan(current, loaded.header)
+    base, header = (loaded.plan, loaded.header) if current is None else read_plan_of_profile(current, loaded.header)
+    loaded = replace(loaded, header=header)
     options = ProblemOptions(
         **vars(pipeline),
         **vars(limits),

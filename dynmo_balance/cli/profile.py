@@ -230,9 +230,10 @@ def import_(
     A worker's time is divided among its items in proportion to the analytic cost model.
     """
     from .._common.document import read_lines
+    from .._common.errors import UsageError
     from ..costs.analytic import costs_of_header
     from ..costs.devices import load_device
-    from ..formats.plan import read_fitting_plan
+    from ..formats.plan import read_plan_of_profile
     from ..formats.profile import read_profile, write_profile
     from ..inputs.import_profile import import_lines
     from ..inputs.profile_source import initial_plan, profile_path
@@ -243,6 +244,11 @@ def import_(
     # The header's own bytes, so that its ``x_`` keys survive, also those without a meaning here.
     line = next(read_lines(path)).rstrip()
     model = costs_of_header(described, load_device(device), "float32")
-    measured_plan = initial_plan(header, described) if plan is None else read_fitting_plan(plan, described)
+    if plan is None:
+        measured_plan = initial_plan(header, described)
+    else:
+        measured_plan, planned = read_plan_of_profile(plan, described)
+        if planned != described:
+            raise UsageError(f"{plan}: has {len(measured_plan.workers)} workers, {path} {len(described.workers)}")
     write_profile(output, import_lines(kind.value, measured, line, described, model, measured_plan).splitlines())
     print_message(f"wrote {output}: {len(read_profile(output)[0].steps)} steps")

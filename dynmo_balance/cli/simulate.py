@@ -97,7 +97,7 @@ def simulate(
     from dataclasses import replace
 
     from ..analysis.compression import simulate_compressed
-    from ..formats.plan import read_fitting_plan
+    from ..formats.plan import read_plan_of_profile
     from ..inputs.problem_from_options import ProblemOptions, make_problem, options_of_plan, with_plan_order
     from ..partition.balance import balance
     from ..simulation.simulator import Communication
@@ -108,7 +108,8 @@ def simulate(
         source, device=hardware, dtype=device.dtype, recompute=recompute.value, fused_attention=fused_attention
     )
     if plan is not None:
-        loaded = replace(loaded, plan=read_fitting_plan(plan, loaded.header))
+        read, header = read_plan_of_profile(plan, loaded.header)
+        loaded = replace(loaded, plan=read, header=header)
     options = ProblemOptions(**vars(pipeline), **vars(limits), schedule=schedule, granularity=granularity)
     if loaded.plan is not None and pipeline.stages is None:
         problem = with_plan_order(make_problem(loaded, options_of_plan(options, loaded.plan)), loaded.plan)

@@ -455,16 +455,32 @@ def header_problems(plan: Plan, header: Header) -> list[Problem]:
     return problems
 
 
-def read_fitting_plan(path: Path, header: Header) -> Plan:
-    """Read a plan and check it against a profile's header.
+def with_planned_workers(header: Header, plan: Plan) -> Header:
+    """The header with the workers that a plan for more workers than the profile has adds.
+
+    Their numbers are those above the profile's highest one, as in ``partition.problem.worker_slots``; they are as the
+    first worker, at normal speed. The header as it is where the plan has other unknown workers.
+    """
+    known = {worker.worker for worker in header.workers}
+    added = sorted(set(plan.workers) - known)
+    most = max(known)
+    if added != list(range(most + 1, most + 1 + len(added))) or known - {*plan.workers, *plan.released_workers}:
+        return header
+    first = replace(header.workers[0], ranks=(), hosts=(), relative_speed=1.0, releasable=True)
+    return replace(header, workers=(*header.workers, *(replace(first, worker=number) for number in added)))
+
+
+def read_plan_of_profile(path: Path, header: Header) -> tuple[Plan, Header]:
+    """A plan that was made from a profile, and the profile's header with the workers that the plan adds.
 
     Raises:
         DocumentError: the plan cannot be read, violates a rule, or does not fit the header.
     """
     plan = read_plan(path)
+    header = with_planned_workers(header, plan)
     if problems := header_problems(plan, header):
         raise DocumentError(str(path), problems)
-    return plan
+    return plan, header
 
 
 def plan_numbers(folder: Path) -> list[int]:

@@ -349,6 +349,27 @@ def test_partition_interleaved_plan_passes_verify(plan, tmp_path):
     assert plan("verify", output, "--profile", EVENTS)[0] == 0
 
 
+def test_plan_for_more_workers_than_the_profile_has_is_read_everywhere(plan, tmp_path):
+    path = tmp_path / "three.json"
+    assert plan("partition", EVENTS, "--stages", "3", "-o", path)[0] == 0
+    stated = json.loads(path.read_text())["predicted"]["step_ns"]
+    code, out, _ = plan("simulate", EVENTS, "--plan", path, "--format", "json")
+    assert (code, json.loads(out)["step_ns"]) == (0, stated)
+    for command in (
+        ("explain", EVENTS, "--plan", path),
+        ("export", path, "--profile", EVENTS, "--to", "deepspeed"),
+        ("partition", EVENTS, "--current", path),
+        ("verify", path, "--profile", EVENTS),
+    ):
+        assert plan(*command)[0] == 0, command
+    document = json.loads(path.read_text())
+    document["stages"][2]["worker"] = 9
+    path.write_text(json.dumps(document))
+    code, _, err = plan("simulate", EVENTS, "--plan", path)
+    assert code == 2
+    assert "stages[2].worker: the profile has no worker 9" in err
+
+
 def test_report_writes_html(plan, run_dir):
     shutil.copy(CONTRACTS / "plan/valid/move.json", run_dir / "plans/plan-000001.json")
     output = run_dir / "report.html"

@@ -13,7 +13,7 @@ PREFIXES = ("read_", "parse_", "decode_", "load_")
 INPUTS = {"Path", "str", "bytes", "bytes | str", "str | os.PathLike[str]", "torch.Tensor"}
 # Parsers without a target of their own, and why.
 EXEMPT = {
-    "dynmo_balance.formats.plan:read_fitting_plan": "read_plan, and rules of the header",
+    "dynmo_balance.formats.plan:read_plan_of_profile": "read_plan, and rules of the header",
     "dynmo_balance.partition.registry:load_balancer": "a name, looked up in a table",
     "dynmo_ckpt.io.files:read_file": "returns bytes",
     "dynmo_ckpt.maps.name_map:load_map": "a file of the package",
