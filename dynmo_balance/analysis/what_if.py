@@ -280,13 +280,19 @@ def _cell(values: Mapping[str, float | str]) -> Cell:
     )
 
 
-def headline(found: Sequence[Row]) -> str:
-    """The result in one sentence, for the most workers and the last values of the other axes."""
+def headline(found: Sequence[Row], workers: int) -> str:
+    """The result in one sentence, for the last values of the axes.
+
+    Args:
+        found: the grid.
+        workers: of the run; a grid without this number is described by its most workers.
+    """
     usable = [row for row in found if row.step_ns is not None and row.from_balanced and row.from_static]
     if not usable:
         return "no cell of the grid has a feasible partition"
-    most = max(row.cell.stages for row in usable)
-    row = [row for row in usable if row.cell.stages == most][-1]
+    stages = {row.cell.stages for row in usable}
+    of = workers if workers in stages else max(stages)
+    row = [row for row in usable if row.cell.stages == of][-1]
     cell = row.cell
     dynamics = "".join(
         f", {name} {getattr(cell, name):g}"

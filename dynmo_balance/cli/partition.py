@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._common.console import Format, emit_json, print_message
+from .._common.console import Format, emit, emit_json, print_message
 from .._common.option_groups import grouped
 from ..formats.plan import encode_plan
 from .options import (
@@ -78,6 +78,7 @@ def partition(
     from dataclasses import replace
 
     from .._common.document import write_whole
+    from ..analysis.explain import shards_remedy
     from ..formats.plan import read_plan_of_profile
     from ..inputs.problem_from_options import ProblemOptions, make_problem
     from ..output.tables import print_proposal
@@ -109,6 +110,9 @@ def partition(
         static_step_ns = predict(proposal.problem, uniform.boundaries(proposal.problem)).step_ns
         is_searched = schedule in SEARCHED or granularity is GranularityOrSearch.AUTO
         print_proposal(proposal, static_step_ns, is_minimized=is_searched or balancer == "exact")
+        remedy = shards_remedy(loaded.header, proposal.problem, proposal.timeline.step_ns) if is_searched else None
+        if remedy is not None:
+            emit(remedy)
 
 
 def _proposal(

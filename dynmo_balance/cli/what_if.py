@@ -131,7 +131,7 @@ def what_if(
         _report_compressed(grid, loaded, axes, options, data_parallel_gbps, operation_clock, output_format)
         return
     found = rows(grid, loaded.header, axes, keep)
-    answer = headline(found)
+    answer = headline(found, len(loaded.header.workers))
     if front:
         found = [row for row in found if row.pareto]
     if svg is not None:
@@ -166,7 +166,7 @@ def _report_compressed(
         clock=clock,
     )
     found = compressed_grid.rows(axes)
-    answer = headline(found)
+    answer = headline(found, len(loaded.header.workers))
     if output_format is Format.JSON:
         emit_json({"answer": answer, "rows": [compressed_document(row) for row in found]})
         return

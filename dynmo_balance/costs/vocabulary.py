@@ -14,13 +14,13 @@ the first stage, which waits for those of the first microbatch only::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Any
 
 from .._common.document import short_repr
 from .._common.errors import UsageError
-from ..formats.profile import Header, Step
+from ..formats.profile import Header, Item, Step
 
 SIZES = ("shards", "param_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
 # Not in profiles of earlier versions, whose word table is in the first stage.
@@ -159,3 +159,41 @@ def shard_costs(header: Header, times: ShardTimes | None) -> ShardCosts | None:
         sums_bytes=tokens * 4,
         lookup_bytes=sizes["lookup_bytes"],
     )
+
+
+def in_shards(header: Header, work_ns: Sequence[int], count: int) -> tuple[tuple[Item, ...], ShardCosts] | None:
+    """What a whole output layer would cost in ``count`` shards: the items without it, and the shards.
+
+    Its three products have the same size (``analytic``): two are S, one is T. Norm and positions, which stay in the
+    first and the last stage, are counted as if they moved too; they are small next to a vocabulary.
+
+    Args:
+        header: of the profile.
+        work_ns: forward plus backward time of each item.
+        count: number of shards.
+
+    Returns:
+        None where the vocabulary is in shards already, or the profile has no embedding or no output layer.
+    """
+    word, head = header.items[0], header.items[-1]
+    if header.x_vocabulary is not None or (word.kind, head.kind) != ("embedding", "head") or not work_ns[-1]:
+        return None
+    tokens = header.micro_batch_size * header.model.sequence_length // header.context_parallel_size
+    stream = header.items[-2].boundary_bytes
+    shards = ShardCosts(
+        count=count,
+        forward_ns=work_ns[-1] - work_ns[-1] // 3,
+        weight_ns=work_ns[-1] // 3,
+        static_bytes=sum(each.param_bytes + each.gradient_bytes + each.optimizer_bytes for each in (word, head)),
+        gradient_bytes=word.gradient_bytes + head.gradient_bytes,
+        # Logits, and for each shard its part of every token in the type of the stream and in float32.
+        activation_bytes=count * (stream + tokens * (header.model.hidden_size + 3) * 4),
+        stream_bytes=stream,
+        part_bytes=stream + tokens * (header.model.hidden_size + 3) * 4,
+        sums_bytes=tokens * 4,
+        lookup_bytes=stream,
+    )
+    first, last = (
+        replace(each, param_count=0, param_bytes=0, gradient_bytes=0, optimizer_bytes=0) for each in (word, head)
+    )
+    return (first, *header.items[1:-1], last), shards

@@ -160,6 +160,25 @@ def test_explain_names_bottleneck_and_remedy(plan):
     assert "Cutting inside layers (--granularity sublayer) would reduce the step to 42.24 ms (6.3% less)." in out
 
 
+def test_explain_predicts_shards_of_the_vocabulary(plan, tmp_path):
+    """The prediction from whole layers is that of a profile with shards."""
+    shape = {"n_layer": 6, "n_embd": 512, "n_head": 8, "n_positions": 1024, "vocab_size": 128_000}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "tie_word_embeddings": False} | shape))
+    steps = {}
+    for name, options in {"whole": (), "shards": ("--vocabulary-parallel", "4")}.items():
+        profile = tmp_path / f"{name}.jsonl"
+        build = ("profile", "build", tmp_path / "config.json", "-o", profile, "--workers", "4", "--microbatches", "16")
+        assert plan(*build, *options)[0] == 0
+        steps[name] = json.loads(plan("partition", profile, "--format", "json")[1])["predicted"]["step_ns"]
+    assert steps["shards"] < 0.7 * steps["whole"]
+    for command in ("explain", "partition --schedule auto"):
+        name, *options = command.split()
+        out = plan(name, tmp_path / "whole.jsonl", *options)[1]
+        found = re.search(r"--vocabulary-parallel 4.* of dynmo-train\) would reduce the step to ([\d.]+) ms", out)
+        assert float(found[1]) * 1e6 == pytest.approx(steps["shards"], rel=0.03)
+    assert "--vocabulary-parallel" not in plan("explain", tmp_path / "shards.jsonl")[1]
+
+
 def test_explain_of_an_uneven_plan_states_its_gap(plan, tmp_path):
     best = json.loads(plan("partition", EVENTS, "--format", "json")[1])["predicted"]["step_ns"]
     document = json.loads((CONTRACTS / "plan/valid/initial.json").read_text())
