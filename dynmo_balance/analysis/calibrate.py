@@ -1,18 +1,21 @@
 """Calibration: fit the simulator's constants (overhead per operation, link latency and bandwidth) to measured steps.
 
-The simulated step is nearly linear in each constant, so least squares over the records finds the overhead per
-operation. Latency and bandwidth can be separated only if partitions with different boundaries were measured. The search
-fits one constant after another (golden section on the sum of squared relative errors) in a fixed number of rounds.
+The simulated step is piecewise linear in the overhead, the latency and the time per byte, so Gauss-Newton steps, each a
+least-squares problem of at most three unknowns of at least 0, end after a few rounds. Relative errors are minimized.
 
-Golden section and not a solver of linear equations: a step is a maximum of sums, so it has kinks where another worker
-becomes the slowest. The search needs no derivatives, only one minimum; with one sample there is one, because a step
-grows with every overhead.
+Steps state the time of a transfer, which is latency plus bytes over bandwidth: the two can be told apart only where
+transfers have different sizes. Where all have one size, as between the layers of a decoder, the latency remains that of
+the profile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from .._common.errors import UsageError
 from ..costs.cost_window import CostWindow, ItemCosts, median
@@ -23,10 +26,19 @@ from ..partition.problem import PartitionProblem, WorkerSlot, worker_slots
 from ..planning.plan_builder import chain_of
 from ..simulation.simulator import predict
 
-GOLDEN = 0.6180339887498949
-"""The golden ratio minus one: one of the two inner points is used again, so a step takes one simulation, not two."""
-ROUNDS = 4
-"""Rounds over the three constants; each constant is fitted with the others fixed. One constant needs one round."""
+Array = npt.NDArray[np.float64]
+ROUNDS = 30
+"""Maximum number of Gauss-Newton steps; a kink of the simulated step needs a few more than none."""
+HALVINGS = 12
+"""A step that makes the fit worse is halved so many times before the fit ends."""
+BANDWIDTH_DECADES = (6, 13)
+"""Bandwidths from 1 MB/s to 10 TB/s, by their logarithm: errors of a bandwidth are relative."""
+NUM_BANDWIDTHS = 22
+"""Bandwidths that are tried, and then once more around the best."""
+AMBIGUOUS_RATIO = 4
+"""Ratio of two bandwidths that explain the steps equally well, above which they count as not measured."""
+NOTICEABLE_ERROR = 0.005
+"""Fits whose errors differ by less explain the steps equally well; steps of a run differ by as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +66,14 @@ class Constants:
         overhead_ns: per operation.
         latency_ns, bandwidth_bytes_per_s: of the link; None is unlimited.
         error: root mean square of the relative errors of the steps.
+        doubts: sentences on what the steps do not tell.
     """
 
     overhead_ns: int
     latency_ns: int
     bandwidth_bytes_per_s: int | None
     error: float
+    doubts: tuple[str, ...] = ()
 
 
 def _group_costs(header: Header, steps: Sequence[Step]) -> ItemCosts | None:
@@ -123,30 +137,19 @@ def relative_error(samples: Sequence[Sample], overhead_ns: int, latency_ns: int,
         latency_ns: of a transfer.
         bandwidth: of the link in bytes per second; None is unlimited.
     """
-    total = 0.0
+    return _norm(_errors(samples, overhead_ns, latency_ns, bandwidth))
+
+
+def _errors(samples: Sequence[Sample], overhead_ns: int, latency_ns: int, bandwidth: int | None) -> Array:
+    found = []
     for sample in samples:
         problem = replace(sample.problem, link_latency_ns=latency_ns, link_bandwidth=bandwidth)
-        simulated = predict(problem, sample.boundaries, overhead_ns).step_ns
-        total += (simulated / sample.step_ns - 1) ** 2
-    return float((total / len(samples)) ** 0.5)
+        found.append(predict(problem, sample.boundaries, overhead_ns).step_ns / sample.step_ns - 1)
+    return np.array(found)
 
 
-def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
-    """The argument of the minimum of a unimodal function, by golden section to a thousandth."""
-    a, b = low, high
-    x, y = b - GOLDEN * (b - a), a + GOLDEN * (b - a)
-    fx, fy = function(x), function(y)
-    while b - a > 1e-3 * max(1.0, high):
-        if fx <= fy:
-            b, y, fy = y, x, fx
-            x = b - GOLDEN * (b - a)
-            fx = function(x)
-        else:
-            a, x, fx = x, y, fy
-            y = a + GOLDEN * (b - a)
-            fy = function(y)
-    # The lower end is compared too, because golden section only approaches it, and an overhead of 0 is common.
-    return min((low, x, y), key=function)
+def _norm(errors: Array) -> float:
+    return float(np.sqrt(np.mean(errors**2)))
 
 
 def calibrate(samples: Sequence[Sample], fit_link: bool) -> Constants:
@@ -161,35 +164,95 @@ def calibrate(samples: Sequence[Sample], fit_link: bool) -> Constants:
     if fit_link and len({sample.boundaries for sample in samples}) < 2:
         raise UsageError("--link: latency and bandwidth need steps under two different partitions; leave out --link")
     first = samples[0].problem
-    longest = max(sample.step_ns for sample in samples)
+    sizes = {
+        sample.problem.chain.items[cut - 1].boundary_bytes
+        for sample in samples
+        for cut in sample.boundaries[1:-1]
+        if cut > 0
+    }
     # A worker executes at least a forward and a backward operation per microbatch, so a larger overhead would alone
     # exceed the longest step.
-    most = longest / max(1, 2 * first.microbatches)
-    found = Constants(
-        overhead_ns=0, latency_ns=first.link_latency_ns, bandwidth_bytes_per_s=first.link_bandwidth, error=0.0
-    )
-    for _ in range(ROUNDS if fit_link else 1):
-        found = _fit_constant(samples, found, lambda c, v: replace(c, overhead_ns=round(v)), 0, most)
-        if fit_link:
-            found = _fit_constant(samples, found, lambda c, v: replace(c, latency_ns=round(v)), 0, most)
-            # By its logarithm, from 1 MB/s to 10 TB/s: errors of a bandwidth are relative.
-            found = _fit_constant(samples, found, lambda c, v: replace(c, bandwidth_bytes_per_s=round(10**v)), 6, 13)
-    return found
+    most = max(sample.step_ns for sample in samples) / max(1, 2 * first.microbatches)
+    is_free = np.array([True, fit_link and len(sizes) > 1])
+
+    def fitted(bandwidth: int | None) -> Constants:
+        """The best overhead, and latency if it is fitted, with a bandwidth."""
+
+        def errors(unknowns: Array) -> Array:
+            return _errors(samples, round(float(unknowns[0])), round(float(unknowns[1])), bandwidth)
+
+        best = _least_squares(errors, np.array([0.0, first.link_latency_ns]), is_free, most)
+        overhead, latency = (round(float(value)) for value in best)
+        return Constants(
+            overhead_ns=overhead, latency_ns=latency, bandwidth_bytes_per_s=bandwidth, error=_norm(errors(best))
+        )
+
+    if not fit_link:
+        return fitted(first.link_bandwidth)
+    # Overhead and transfers lengthen a step in almost the same way, so each bandwidth is tried with its best overhead.
+    decades = np.linspace(*BANDWIDTH_DECADES, NUM_BANDWIDTHS)
+    tried = [fitted(round(10**decade)) for decade in decades]
+    at = min(range(len(tried)), key=lambda index: tried[index].error)
+    near = np.linspace(decades[max(0, at - 1)], decades[min(len(tried) - 1, at + 1)], NUM_BANDWIDTHS)
+    tried += [fitted(round(10**decade)) for decade in near]
+    found = min(tried, key=lambda constants: constants.error)
+    return replace(found, doubts=tuple(_doubts(tried, found, sizes)))
 
 
-def _fit_constant(
-    samples: Sequence[Sample],
-    start: Constants,
-    changed: Callable[[Constants, float], Constants],
-    low: float,
-    high: float,
-) -> Constants:
-    """The constants with one of them at its best value."""
+def _least_squares(
+    errors: Callable[[Array], Array], start: Array, is_free: npt.NDArray[np.bool_], most: float
+) -> Array:
+    """The unknowns of at least 0 with the least sum of squared errors, by Gauss-Newton steps.
 
-    def error(value: float) -> float:
-        """The error with the constant at ``value``."""
-        trial = changed(start, value)
-        return relative_error(samples, trial.overhead_ns, trial.latency_ns, trial.bandwidth_bytes_per_s)
+    Args:
+        errors: of unknowns.
+        start: unknowns.
+        is_free: which of them are fitted.
+        most: largest plausible value, which scales the differences that derivatives are formed of.
+    """
+    now, at = start, errors(start)
+    free = np.flatnonzero(is_free)
+    for _ in range(ROUNDS):
+        shift = most * 1e-3
+        slopes = np.stack([(errors(now + shift * (np.arange(len(now)) == one)) - at) / shift for one in free], axis=1)
+        target = _nonnegative(slopes, slopes @ now[free] - at)
+        step = 1.0
+        for _ in range(HALVINGS):
+            trial = now.copy()
+            trial[free] += step * (target - now[free])
+            there = errors(trial)
+            if _norm(there) < _norm(at) * (1 - 1e-6):
+                break
+            step /= 2
+        else:
+            return now
+        now, at = trial, there
+    return now
 
-    best = _minimum(error, low, high)
-    return replace(changed(start, best), error=error(best))
+
+def _nonnegative(matrix: Array, right: Array) -> Array:
+    """``x`` of at least 0 with the least ``|matrix x - right|``, of a few unknowns: the best of all sets that are 0."""
+    found = []
+    for chosen in itertools.product((False, True), repeat=matrix.shape[1]):
+        values = np.zeros(matrix.shape[1])
+        used = np.array(chosen)
+        if used.any():
+            values[used] = np.linalg.lstsq(matrix[:, used], right, rcond=None)[0]
+        if (values >= 0).all():
+            found.append((float(np.linalg.norm(matrix @ values - right)), tuple(values)))
+    return np.array(min(found)[1])
+
+
+def _doubts(tried: Sequence[Constants], found: Constants, sizes: set[int]) -> Iterator[str]:
+    """What the steps do not tell about a fitted link."""
+    if len(sizes) == 1:
+        yield (
+            f"every transfer has {min(sizes):,} bytes, so that latency and bandwidth cannot be told apart; the latency"
+            " is that of the profile"
+        )
+    alike = [one.bandwidth_bytes_per_s or 0 for one in tried if one.error < found.error + NOTICEABLE_ERROR]
+    if max(alike) > AMBIGUOUS_RATIO * min(alike):
+        yield (
+            f"links of {min(alike) / 1e9:.3g} to {max(alike) / 1e9:.3g} GB/s explain the steps within"
+            f" {NOTICEABLE_ERROR:.1%}: they do not measure the bandwidth"
+        )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .._common.console import Format, emit, emit_json
+from .._common.console import Format, emit, emit_json, print_message
 from .options import FormatOption
 
 
@@ -37,6 +37,8 @@ def calibrate(
     found = fit(samples, link)
     # With the link of the profile and no overhead, which is what ``simulate`` uses by default.
     before = relative_error(samples, 0, samples[0].problem.link_latency_ns, samples[0].problem.link_bandwidth)
+    for doubt in found.doubts:
+        print_message(f"warning: --link: {doubt}")
     if output_format is Format.JSON:
         emit_json(
             {

@@ -166,7 +166,7 @@ def _report_compressed(
         clock=clock,
     )
     found = compressed_grid.rows(axes)
-    answer = headline(found, len(loaded.header.workers))
+    answer = headline(found)
     if output_format is Format.JSON:
         emit_json({"answer": answer, "rows": [compressed_document(row) for row in found]})
         return

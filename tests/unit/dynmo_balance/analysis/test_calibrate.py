@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -45,14 +46,29 @@ def test_calibrate_recovers_the_overhead(problem):
     assert found.error < 0.002
 
 
-def test_calibrate_with_link_reduces_the_error(problem):
-    samples = [
-        made_with(problem, b, 300_000, 2_000_000, 3 * 10**8)
-        for b in ((0, 2, 4, 6, 8), (0, 1, 3, 5, 8), (0, 3, 4, 5, 8))
-    ]
-    alone, linked = calibrate(samples, fit_link=False), calibrate(samples, fit_link=True)
-    assert linked.error <= alone.error
-    assert linked.error < 0.02
+PARTITIONS = ((0, 2, 4, 6, 8), (0, 1, 3, 5, 8), (0, 3, 4, 5, 8))
+
+
+def test_calibrate_link_states_what_equal_transfers_do_not_tell(problem):
+    """Overhead and transfers lengthen these steps in the same way: the true bandwidth is in the range that is stated."""
+    samples = [made_with(problem, cuts, 300_000, 50_000, 3 * 10**8) for cuts in PARTITIONS]
+    linked = calibrate(samples, fit_link=True)
+    assert linked.error < 0.003
+    assert linked.latency_ns == 50_000
+    assert "every transfer has 1,000,000 bytes" in linked.doubts[0]
+    low, high = map(float, re.search(r"links of ([\d.e+]+) to ([\d.e+]+) GB/s", linked.doubts[1]).groups())
+    assert low < 0.3 < high
+
+
+def test_calibrate_link_recovers_latency_and_bandwidth_of_different_transfers(problem):
+    chain = problem.chain
+    items = tuple(replace(item, boundary_bytes=(1 + at % 3) * 10**6) for at, item in enumerate(chain.items))
+    problem = replace(problem, chain=replace(chain, items=items))
+    samples = [made_with(problem, cuts, 100_000, 500_000, 3 * 10**8) for cuts in (*PARTITIONS, (0, 1, 4, 7, 8))]
+    linked = calibrate(samples, fit_link=True)
+    assert linked.error < 0.003
+    assert linked.bandwidth_bytes_per_s == pytest.approx(3 * 10**8, rel=0.25)
+    assert linked.doubts == ()
 
 
 def test_calibrate_link_needs_two_partitions(problem):
