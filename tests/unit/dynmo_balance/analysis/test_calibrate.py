@@ -50,7 +50,7 @@ PARTITIONS = ((0, 2, 4, 6, 8), (0, 1, 3, 5, 8), (0, 3, 4, 5, 8))
 
 
 def test_calibrate_link_states_what_equal_transfers_do_not_tell(problem):
-    """Overhead and transfers lengthen these steps in the same way: the true bandwidth is in the range that is stated."""
+    """Overhead and transfers lengthen these steps in the same way: the true bandwidth is in the stated range."""
     samples = [made_with(problem, cuts, 300_000, 50_000, 3 * 10**8) for cuts in PARTITIONS]
     linked = calibrate(samples, fit_link=True)
     assert linked.error < 0.003
