@@ -10,6 +10,11 @@ Their quotient to the faster half of the workers is the relative speed. A worker
 it is above ``RECOVERED`` again; all others have exactly the speed 1, so that noise moves no layers. The threshold is
 that of straggler detection in nvidia-resiliency-ext (0.75), which compares equal work; a calibration product and a
 quotient of two clocks need no equal work.
+
+A starved worker may only look healthy because its layers have moved off: a CPU quota of 20 % starves nobody who needs
+less. So its speed belongs to its load. It is normal again once it is healthy with the load that it was slow with; with
+a lighter one only after ``patience`` samples, four times as many after each relapse. Of a speed that changes again and
+again each change takes twice as long as the one before, so that other load on a host does not move layers forever.
 """
 
 from __future__ import annotations
@@ -25,6 +30,12 @@ WINDOW, MIN_SAMPLES = 7, 5
 # A published speed is updated when the measured one differs by more than this factor.
 CHANGE = 1.25
 MIN_SPEED = 0.01
+# Samples for which a starved worker with a lighter load has to be healthy, and the factor of it after a relapse.
+PATIENCE, RELAPSE_FACTOR, MAX_PATIENCE = 14, 4, 4096
+# Share of the load that a worker was slow with from which it is the same load.
+SAME_LOAD = 0.9
+# Samples without a change after which the earlier ones are forgotten.
+MEMORY = 400
 PPM = 1_000_000
 # Times of a worker that count processor time where it is starved.
 _TIMES = ("forward_ns", "backward_ns", "backward_weight_ns")
@@ -37,10 +48,12 @@ class SpeedSample:
     Attributes:
         calibration_ns: time of the fixed product; 0 where it was not measured.
         stall: wall time over processor time of its operations, at least 1.
+        busy_ns: processor time of its operations in the step, which is its load.
     """
 
     calibration_ns: int
     stall: float
+    busy_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +87,7 @@ class SpeedChange:
 
     Attributes:
         speeds: published speeds of all workers, by position.
-        slow: positions of the workers that became slow, or changed their speed.
+        slow: positions of the workers that became slow; those that are slow and changed their speed are not in it.
         recovered: positions of the workers that have normal speed again.
     """
 
@@ -130,6 +143,59 @@ def header_speeds(calibrations_ns: Sequence[int]) -> list[float]:
 
 
 @dataclass
+class SpeedMemory:
+    """What is remembered of a worker, so that its published speed changes for a reason.
+
+    Attributes:
+        num_changes: changes of its published speed.
+        num_samples: samples since the last one.
+        agreeing: samples in a row that would change it.
+        slow_busy_ns: largest load with which it was slow.
+        patience: samples for which it has to be healthy with a lighter load.
+    """
+
+    num_changes: int = 0
+    num_samples: int = 0
+    agreeing: int = 0
+    slow_busy_ns: float = 0.0
+    patience: int = PATIENCE
+
+    def next_speed(
+        self, active: WorkerSpeed, proposed: WorkerSpeed, measured: WorkerSpeed, busy_ns: float
+    ) -> WorkerSpeed:
+        """The speed to publish after another sample.
+
+        Args:
+            active: published now.
+            proposed: what the thresholds would publish.
+            measured: as measured.
+            busy_ns: load of the worker.
+        """
+        self.num_samples += 1
+        if self.num_samples > MEMORY:
+            self.num_changes, self.patience = 0, PATIENCE
+        if measured.speed < RECOVERED and active != NORMAL:
+            self.slow_busy_ns = max(self.slow_busy_ns, busy_ns)
+        if proposed == active:
+            self.agreeing = 0
+            return active
+        self.agreeing += 1
+        # The first two changes, slow and normal again, need no more than the window.
+        needed = 0 if self.num_changes < 2 else WINDOW << min(self.num_changes - 2, 6)
+        is_lighter = busy_ns < SAME_LOAD * self.slow_busy_ns
+        if proposed == NORMAL and active.time_factor > 1.0 and is_lighter:
+            needed = max(needed, self.patience)
+        if self.agreeing <= needed:
+            return active
+        if active == NORMAL:
+            if self.num_changes:
+                self.patience = min(MAX_PATIENCE, RELAPSE_FACTOR * self.patience)
+            self.slow_busy_ns = busy_ns
+        self.num_changes, self.num_samples, self.agreeing = self.num_changes + 1, 0, 0
+        return proposed
+
+
+@dataclass
 class SpeedMonitor:
     """The samples of the last profiled steps and the published speeds.
 
@@ -139,6 +205,7 @@ class SpeedMonitor:
 
     published: tuple[WorkerSpeed, ...] = ()
     _rows: deque[list[SpeedSample]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _memory: list[SpeedMemory] = field(default_factory=list)
 
     def add(self, samples: Sequence[SpeedSample]) -> SpeedChange | None:
         """Add the samples of a step, one per worker; what changed."""
@@ -146,6 +213,7 @@ class SpeedMonitor:
             # Workers were released: the others keep no speed that was relative to those.
             self._rows.clear()
             self.published = (NORMAL,) * len(samples)
+            self._memory = [SpeedMemory() for _ in samples]
         self._rows.append(list(samples))
         if len(self._rows) < MIN_SAMPLES:
             return None
@@ -154,16 +222,22 @@ class SpeedMonitor:
             SpeedSample(
                 calibration_ns=round(median(each.calibration_ns for each in column)),
                 stall=median(each.stall for each in column),
+                busy_ns=round(median(each.busy_ns for each in column)),
             )
             for column in columns
         ]
-        before, self.published = self.published, publish(relative_speeds(medians), self.published)
+        measured = relative_speeds(medians)
+        found = zip(self._memory, self.published, publish(measured, self.published), measured, medians, strict=True)
+        before = self.published
+        self.published = tuple(
+            memory.next_speed(active, proposed, one, sample.busy_ns) for memory, active, proposed, one, sample in found
+        )
         if before == self.published:
             return None
         changed = [at for at, speed in enumerate(self.published) if speed != before[at]]
         return SpeedChange(
             speeds=self.published,
-            slow=tuple(at for at in changed if self.published[at] != NORMAL),
+            slow=tuple(at for at in changed if before[at] == NORMAL),
             recovered=tuple(at for at in changed if self.published[at] == NORMAL),
         )
 
@@ -171,7 +245,11 @@ class SpeedMonitor:
 def samples_of(costs: Sequence[Mapping[str, Any]]) -> list[SpeedSample]:
     """The samples in the gathered costs of a step, one per worker."""
     return [
-        SpeedSample(calibration_ns=int(one["calibration_ns"]), stall=max(1.0, int(one["stall_ppm"]) / PPM))
+        SpeedSample(
+            calibration_ns=int(one["calibration_ns"]),
+            stall=max(1.0, int(one["stall_ppm"]) / PPM),
+            busy_ns=int(one["busy_ns"]),
+        )
         for one in costs
     ]
 

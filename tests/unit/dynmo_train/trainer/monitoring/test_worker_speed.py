@@ -25,9 +25,9 @@ from dynmo_train.trainer.monitoring.worker_speed import (
 )
 
 
-def sample(clock=1.0, stall=1.0):
+def sample(clock=1.0, stall=1.0, busy=1000):
     """A worker whose product takes ``clock`` times as long, starved by ``stall``."""
-    return SpeedSample(calibration_ns=round(100_000 * clock), stall=stall)
+    return SpeedSample(calibration_ns=round(100_000 * clock), stall=stall, busy_ns=busy)
 
 
 def changes(monitor, rows):
@@ -84,6 +84,25 @@ def test_host_that_starves_all_workers_slows_none():
     assert not changes(SpeedMonitor(), [[sample(stall=6.0), sample(stall=6.4), sample(stall=5.8)]] * 20)
 
 
+def test_speed_of_a_starved_worker_belongs_to_its_load():
+    """Under a quota a worker with few layers looks healthy; its layers return late, and later after each relapse."""
+    monitor, healthy_for = SpeedMonitor(), []
+    for _ in range(3):
+        assert changes(monitor, [[sample(), sample(stall=5.0)]] * 50)[0][1].slow == (1,)
+        [(number, change)] = changes(monitor, [[sample(), sample(busy=300)]] * 300)
+        assert change.recovered == (1,)
+        healthy_for.append(number)
+    assert [14 <= healthy_for[0] <= 24, healthy_for[1] >= 4 * 14, healthy_for[2] >= 16 * 14] == [True] * 3
+
+
+def test_speeds_that_flap_are_published_less_and_less_often():
+    monitor, found = SpeedMonitor(), []
+    for round_ in range(24):
+        found += changes(monitor, [[sample(), sample(stall=1.0 if round_ % 2 else 3.0)]] * 8)
+    assert len(found) <= 6
+    assert sum(len(change.slow) for _, change in found) <= 3
+
+
 def test_released_workers_start_a_new_comparison():
     monitor = SpeedMonitor()
     changes(monitor, [[sample(), sample(), sample(clock=4.0)]] * 10)
@@ -121,7 +140,7 @@ def test_costs_of_a_starved_worker_are_the_time_that_they_take():
     scaled, normal = elapsed_costs([costs, costs], [starved, NORMAL])
     assert (scaled["forward_ns"], scaled["backward_ns"], scaled["busy_ns"]) == ([50, None], [100, 0], 200)
     assert normal == costs
-    assert samples_of([costs]) == [SpeedSample(calibration_ns=7, stall=5.0)]
+    assert samples_of([costs]) == [SpeedSample(calibration_ns=7, stall=5.0, busy_ns=40)]
 
 
 def test_profiler_measures_product_and_stall_in_measured_steps_only():
