@@ -346,7 +346,9 @@ def decide(
     if problem is None:
         return keep(f"{state.window.unsampled()} items are not sampled yet")
     speeds_of = speeds_by_plan(header, base, previous)
-    feedback = evaluate_last_move(state, base, previous, problem, speeds_of)
+    feedback = evaluate_last_move(state, base, previous, problem)
+    deliveries = policy_state.deliveries.after(feedback, state, base)
+    policy_state = replace(policy_state, deliveries=deliveries)
     if feedback.blocked is not None:
         policy_state = policy_state.block(feedback.blocked, feedback.blocked_until)
     try:
@@ -357,7 +359,8 @@ def decide(
             return Decision(
                 plan=plan,
                 line=f"step {read_to}: release workers {list(plan.released_workers)}: {plan.reason}",
-                policy_state=PolicyState(),  # regret and windows are those of another number of workers
+                # Regret and windows are those of another number of workers.
+                policy_state=PolicyState(deliveries=deliveries),
             )
         proposal, inputs, policy_state = evaluate_move(problem, base, state, options, feedback, policy_state, speeds_of)
         proposal, inputs, experts, limits = add_experts(
@@ -366,20 +369,29 @@ def decide(
         if feedback.roll_back and previous is not None and options.policy != "always":
             back = certify(problem, previous.boundaries, solve_best(problem))
             returned = make_proposal(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
-            return move(returned, "manual", feedback.reason, PolicyState(blocked=policy_state.blocked))
+            return move(
+                returned, "manual", feedback.reason, PolicyState(blocked=policy_state.blocked, deliveries=deliveries)
+            )
     except DynmoError as error:
         # An infeasible problem must not end the planner: the costs of the next steps may permit a partition again.
         return keep(f"no partition: {error}")
-    blocked_until = policy_state.blocked_until(proposal.solution.boundaries)
-    if state.last_step < blocked_until:
-        return keep(
-            f"the partition was rolled back; it is not proposed again before step {blocked_until}", policy_state
-        )
+    if (waiting := _why_wait(proposal, base, state, options, policy_state)) is not None:
+        return keep(waiting, policy_state)
     policy_decision, policy_state = apply_policy(inputs, options, policy_state)
     reason = "; ".join(filter(None, (policy_decision.reason, limits)))
     if not policy_decision.move:
         return keep(reason, policy_state)
     return move(proposal, options.balancer, reason, policy_state, experts=experts, measured=problem)
+
+
+def _why_wait(
+    proposal: Proposal, base: Plan, state: RunState, options: WatchOptions, policy_state: PolicyState
+) -> str | None:
+    """Why a proposal has to wait, whatever the policy: what earlier moves delivered; None if it has not."""
+    blocked_until = policy_state.blocked_until(proposal.solution.boundaries)
+    if state.last_step < blocked_until:
+        return f"the partition was rolled back; it is not proposed again before step {blocked_until}"
+    return None if options.policy == "always" else policy_state.deliveries.why_wait(state, base)
 
 
 def apply_policy(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from .regret import RegretState
+from .rollback import Deliveries
 from .window_selection import WindowSelection
 
 MIN_STEPS = 8
@@ -80,11 +81,13 @@ class PolicyState:
         regret_state: of the policy ``regret``.
         window_selection: the short and the long window of ``threshold``.
         blocked: boundaries that were rolled back, and the step before which they are not proposed again.
+        deliveries: what the moves so far delivered.
     """
 
     regret_state: RegretState = field(default_factory=RegretState)
     window_selection: WindowSelection = field(default_factory=WindowSelection)
     blocked: tuple[tuple[tuple[int, ...], int], ...] = ()
+    deliveries: Deliveries = field(default_factory=Deliveries)
 
     def after_move(self) -> PolicyState:
         """The state at the start of another partition."""

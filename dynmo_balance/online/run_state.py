@@ -18,6 +18,14 @@ LEARNING_RATE = 0.5
 """Weight of the newest measured pause; ``verify`` repeats this mean, see ``analysis.verify.plan``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A record, and the header with the speeds of the workers when it was measured."""
+
+    step: Step
+    header: Header
+
+
 @dataclass(kw_only=True)
 class RunState:
     """The state after the records so far; each header resets everything but ``results`` and ``base_pause_ns``.
@@ -34,9 +42,11 @@ class RunState:
         results: result by plan id.
         refusals: number of consecutive plans that were refused or rolled back.
         base_pause_ns: measured pause of moves apart from transfers, smoothed; None before the first move.
-        before_move: the last records before the move to the active plan; empty if the model has changed since.
+        before_move: the last records before the move to the active plan; empty if the model has changed since. Other
+            than costs they outlast changes of speeds, which the move may cause itself.
         after_move: the last records since the move.
         first_after: the first records since the move.
+        model_changes: number of changes of costs other than by speeds.
         expected: for each event kind, the step at which the next one is due.
         counted: the last steps with tokens per expert. They do not depend on where the experts are.
     """
@@ -52,9 +62,10 @@ class RunState:
     results: dict[int, PlanResult] = field(default_factory=dict)
     refusals: int = 0
     base_pause_ns: int | None = None
-    before_move: tuple[Step, ...] = ()
-    after_move: deque[Step] = field(default_factory=deque)
-    first_after: list[Step] = field(default_factory=list)
+    before_move: tuple[Measured, ...] = ()
+    after_move: deque[Measured] = field(default_factory=deque)
+    first_after: list[Measured] = field(default_factory=list)
+    model_changes: int = 0
     expected: dict[str, int | None] = field(default_factory=dict)
     counted: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
@@ -72,16 +83,19 @@ class RunState:
             case Step():
                 self._step(record)
             case Event():
-                # Costs before the change are void, and so is the comparison of the steps before and after a move.
+                # Costs before the change are void. So is the comparison of the steps before and after a move, but for
+                # speeds, at which the records know that they were measured.
                 if record.kind == WORKER_SPEED and self.header is not None:
                     self.header = with_speeds(self.header, record)
                 if record.kind not in COST_NEUTRAL_EVENTS:
                     self.expected[record.kind] = record.next_expected_step
                     self.window.expire()
                     self.trace.expire()
-                    self.before_move = ()
-                    self.after_move.clear()
-                    self.first_after.clear()
+                    if record.kind != WORKER_SPEED:
+                        self.model_changes += 1
+                        self.before_move = ()
+                        self.after_move.clear()
+                        self.first_after.clear()
             case PlanRequest():
                 self.requested_step = record.step
             case PlanResult():
@@ -107,11 +121,13 @@ class RunState:
         self._activate(step.plan_id)
         self.window.add(step)
         self.trace.add(step)
-        self.after_move.append(step)
+        if self.header is not None:
+            measured = Measured(step=step, header=self.header)
+            self.after_move.append(measured)
+            if len(self.first_after) < self.window_size:
+                self.first_after.append(measured)
         if has_tokens(step):
             self.counted.append(step)
-        if len(self.first_after) < self.window_size:
-            self.first_after.append(step)
 
     def _activate(self, plan_id: int) -> None:
         if self.active_plan_id != plan_id:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 
 import pytest
 
@@ -14,6 +15,7 @@ from dynmo_balance.formats.plan import plan_numbers, plan_path, read_plan
 from dynmo_balance.online import watch as watch_module
 from dynmo_balance.online.decision import WatchOptions, decide
 from dynmo_balance.online.watch import Watcher, watch
+from dynmo_train.trainer.monitoring.worker_speed import SpeedMonitor, SpeedSample
 from tests.paths import CONTRACTS
 from tests.unit.dynmo_balance.online.watched_run import append, event, newest, result, step
 
@@ -255,3 +257,57 @@ def test_watch_plan_passes_verify(run):
             append(run, result(plan.plan_id, number))
             active = plan.plan_id
     assert active > 1
+
+
+def pass_on(run, watcher, plan, number):
+    """Poll, and apply a new plan as the trainer does; the active plan."""
+    watcher.poll()
+    if newest(run).plan_id > plan.plan_id:
+        plan = newest(run)
+        append(run, result(plan.plan_id, number))
+    return plan
+
+
+@pytest.mark.parametrize("quota", [0.25, 0.5])
+def test_layers_return_once_to_a_worker_under_a_quota(run, quota):
+    """With few layers the quota starves it no longer, so that it looks as fast as the others."""
+    monitor, watcher, plan = SpeedMonitor(), Watcher(run, WatchOptions(every=1, window=8)), newest(run)
+    forward, items = step(1)["forward_ns"], [name for stage in plan.stages for name in stage.items]
+    taken, plans = [], {}
+    for number in range(1, 141):
+        busy = [8 * sum(3 * ns for ns in forward[a:b]) for a, b in itertools.pairwise(plan.boundaries)]
+        pipeline = sum(busy) // 8 + 7 * max(busy) // 8
+        taken.append(max(pipeline, round(busy[1] / quota)))
+        stalls = (1.0, 1 / quota if taken[-1] > pipeline else 1.0)
+        found = zip(stalls, busy, strict=True)
+        change = monitor.add([SpeedSample(calibration_ns=1, stall=stall, busy_ns=ns) for stall, ns in found])
+        if change is not None:
+            speeds = {"workers": [0, 1], "relative_speed": [each.speed for each in change.speeds]}
+            append(run, event(number, "worker_speed") | {"detail": speeds})
+        factors = [monitor.published[int(item in plan.stages[1].items)].time_factor for item in items]
+        elapsed = [round(ns * factor) for ns, factor in zip(forward, factors, strict=True)]
+        costs = {"forward_ns": elapsed, "backward_ns": [2 * ns for ns in elapsed]}
+        append(run, step(number, plan=plan.plan_id, step_ns=taken[-1], **costs))
+        plan = pass_on(run, watcher, plan, number)
+        plans[plan.plan_id] = taken[-1]
+    assert len(plans) == 4  # it leaves, returns once to see whether the quota is still there, and leaves
+    assert plan.boundaries == (0, 9, 10)
+    assert sum(taken) < 1.15 * (7 * taken[0] + 133 * taken[-1])  # of the first answer alone
+
+
+def test_plans_that_deliver_nothing_become_rare(run, capsys):
+    """Other load on the host: now one worker looks slow, now the other, and a step takes as long whatever the plan."""
+    watcher, plan, plans, speeds = Watcher(run, WatchOptions(every=1, window=8)), newest(run), set(), [1.0, 1.0]
+    items = [name for stage in plan.stages for name in stage.items]
+    for number in range(1, 191):
+        if number % 10 == 0:
+            speeds = [1.0, 0.4] if number % 20 else [0.4, 1.0]
+            append(run, event(number, "worker_speed") | {"detail": {"workers": [0, 1], "relative_speed": speeds}})
+        at = [speeds[item in plan.stages[1].items] for item in items]
+        forward = [round(ns / speed) for ns, speed in zip(step(1)["forward_ns"], at, strict=True)]
+        append(run, step(number, plan=plan.plan_id, forward_ns=forward, backward_ns=[2 * ns for ns in forward]))
+        plan = pass_on(run, watcher, plan, number)
+        plans.add(plan.plan_id)
+    assert 2 <= len(plans) <= 6
+    log = capsys.readouterr().err
+    assert re.search(r"plan 1 promised \+\d+\.\d% and delivered .*: nothing moves before step \d+", log)
