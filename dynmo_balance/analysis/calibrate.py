@@ -3,7 +3,7 @@
 The simulated step is piecewise linear in the overhead, the latency and the time per byte, so Gauss-Newton steps, each a
 least-squares problem of at most three unknowns of at least 0, end after a few rounds. Relative errors are minimized.
 
-Steps state the time of a transfer, which is latency plus bytes over bandwidth: the two can be told apart only where
+Steps state the time of a transfer, which is latency plus bytes over bandwidth: the two can be separated only where
 transfers have different sizes. Where all have one size, as between the layers of a decoder, the latency remains that of
 the profile.
 """
@@ -30,7 +30,7 @@ Array = npt.NDArray[np.float64]
 ROUNDS = 30
 """Maximum number of Gauss-Newton steps; a kink of the simulated step needs a few more than none."""
 HALVINGS = 12
-"""A step that makes the fit worse is halved so many times before the fit ends."""
+"""Maximum number of times that a step is halved which makes the fit worse."""
 BANDWIDTH_DECADES = (6, 13)
 """Bandwidths from 1 MB/s to 10 TB/s, by their logarithm: errors of a bandwidth are relative."""
 NUM_BANDWIDTHS = 22
@@ -66,7 +66,7 @@ class Constants:
         overhead_ns: per operation.
         latency_ns, bandwidth_bytes_per_s: of the link; None is unlimited.
         error: root mean square of the relative errors of the steps.
-        doubts: sentences on what the steps do not tell.
+        doubts: sentences on what the steps do not determine.
     """
 
     overhead_ns: int
@@ -244,10 +244,10 @@ def _nonnegative(matrix: Array, right: Array) -> Array:
 
 
 def _doubts(tried: Sequence[Constants], found: Constants, sizes: set[int]) -> Iterator[str]:
-    """What the steps do not tell about a fitted link."""
+    """What the steps do not determine of a fitted link."""
     if len(sizes) == 1:
         yield (
-            f"every transfer has {min(sizes):,} bytes, so that latency and bandwidth cannot be told apart; the latency"
+            f"every transfer has {min(sizes):,} bytes, so that latency and bandwidth cannot be separated; the latency"
             " is that of the profile"
         )
     alike = [one.bandwidth_bytes_per_s or 0 for one in tried if one.error < found.error + NOTICEABLE_ERROR]

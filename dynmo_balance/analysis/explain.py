@@ -178,7 +178,13 @@ def with_vocabulary_shards(header: Header, problem: PartitionProblem) -> Partiti
 
 
 def shards_remedy(header: Header, problem: PartitionProblem, step_ns: int) -> str | None:
-    """What shards of the vocabulary would make of a step; None where they save less than 1 %."""
+    """What shards of the vocabulary would save, as a sentence; None where they save less than 1 %.
+
+    Args:
+        header: of the profile.
+        problem: the partitioning problem.
+        step_ns: simulated step of the plan without shards.
+    """
     sharded = with_vocabulary_shards(header, problem)
     time = None if sharded is None else _step_ns(sharded)
     if sharded is None or time is None or time >= 0.99 * step_ns:

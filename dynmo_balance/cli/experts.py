@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -91,7 +90,7 @@ def experts(
     Reads the tokens per expert of a profile. The largest load of a rank is compared with a proven lower bound. Ranks
     without memory for all replicas get fewer.
     """
-    from .._common.document import write_whole
+    from .._common.document import parse_json, write_whole
     from ..costs.expert_loads import expert_loads
     from ..formats.expert_plan import encode_expert_plan
     from ..formats.profile import read_profile
@@ -106,7 +105,7 @@ def experts(
         write_whole(output, payload)
         print_message(f"wrote {output}")
     if output_format is Format.JSON:
-        emit_json(json.loads(payload))
+        emit_json(parse_json(payload))
     else:
         _show(plan)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,7 +76,7 @@ def partition(
     """
     from dataclasses import replace
 
-    from .._common.document import write_whole
+    from .._common.document import parse_json, write_whole
     from ..analysis.explain import shards_remedy
     from ..formats.plan import read_plan_of_profile
     from ..inputs.problem_from_options import ProblemOptions, make_problem
@@ -105,7 +104,7 @@ def partition(
         write_whole(output, payload)
         print_message(f"wrote {output}")
     if output_format is Format.JSON:
-        emit_json(json.loads(payload))
+        emit_json(parse_json(payload))
     else:
         static_step_ns = predict(proposal.problem, uniform.boundaries(proposal.problem)).step_ns
         is_searched = schedule in SEARCHED or granularity is GranularityOrSearch.AUTO

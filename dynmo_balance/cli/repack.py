@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,7 +44,7 @@ def repack(
 
     Every number of workers is tried with the exact balancer. Exits with code 4 when no worker can be released.
     """
-    from .._common.document import write_whole
+    from .._common.document import parse_json, write_whole
     from .._common.errors import UsageError
     from ..inputs.problem_from_options import ProblemOptions, make_problem
     from ..output.tables import print_stages
@@ -74,7 +73,7 @@ def repack(
         write_whole(output, payload)
         print_message(f"wrote {output}")
     if not is_text:
-        emit_json(json.loads(payload))
+        emit_json(parse_json(payload))
         return
     emit(f"release workers {', '.join(map(str, plan.released_workers))}")
     if loaded.plan is not None:

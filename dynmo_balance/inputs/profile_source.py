@@ -60,7 +60,7 @@ def _readable_plan(path: Path, header: Header, plan_id: int) -> Plan | None:
     return None if header_problems(plan, header) else plan
 
 
-def _plan_beside(path: Path, header: Header, plan_id: int) -> Plan | None:
+def _plan_near(path: Path, header: Header, plan_id: int) -> Plan | None:
     """The plan of a step in the run directory of a profile that was given as a file."""
     return None if path.is_dir() else _readable_plan(path.parent, header, plan_id)
 
@@ -84,7 +84,7 @@ def costs_at_normal_speed(path: Path, window: CostWindow, header: Header, plan: 
     if at_plan > 0:
         print_message(
             f"warning: {profile_path(path)}: workers have different speeds, and plan {at_plan}, under which the times"
-            " were measured, is not beside the profile: all times count as those of a worker of normal speed"
+            " were measured, is not next to the profile: all times count as those of a worker of normal speed"
         )
         return costs
     problem = problem_of_run(header, costs)
@@ -95,7 +95,7 @@ def costs_at_normal_speed(path: Path, window: CostWindow, header: Header, plan: 
         for item in header.items[begin:end]
     }
     print_message(
-        f"warning: {profile_path(path)}: workers have different speeds, and there is no plans/ beside the profile: the"
+        f"warning: {profile_path(path)}: workers have different speeds, and there is no plans/ next to the profile: the"
         " times count as measured under the even split of the layers"
     )
     return window.costs(speeds_of_items(header, owner))
@@ -205,7 +205,7 @@ def load(
         )
     warn_of_units(path, costs_window.records)
     plan = _active_plan(path, header, last)
-    costs = costs_at_normal_speed(path, costs_window, header, plan or _plan_beside(path, header, last.plan_id))
+    costs = costs_at_normal_speed(path, costs_window, header, plan or _plan_near(path, header, last.plan_id))
     if costs is None:
         raise UsageError(
             f"{profile_path(path)}: {costs_window.unsampled()} of {len(header.items)} items have no sample"

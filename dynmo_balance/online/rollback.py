@@ -13,7 +13,7 @@ If steps are longer than ``staying``, the move did harm. Only if they are also l
 outside the model and a reason for a rollback. Otherwise costs have changed, and the policy decides.
 
 All of this is at the speeds that the move was decided with. A worker that starves by its load looks fast while it has
-few layers, and slow again once the move has given it some: that change of speed is no excuse, it is what was wrong. So
+few layers, and slow again once the move has given it some: that change of speed is what was predicted wrong. So
 moves that deliver less than half of what the model promises on the costs since are followed by a pause without moves,
 twice as long after each failure (``Deliveries``).
 """

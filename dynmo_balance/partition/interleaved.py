@@ -362,7 +362,7 @@ def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int,
 def _v_partition_of_full_stages(loads: WorkerLoads, bottleneck: int) -> tuple[int, ...] | None:
     """Cuts of a V within the bottleneck and the limits with ``min_units`` units per stage; None if there are none.
 
-    A table says for each front cut and each back cut whether the workers so far can have all that is outside of them.
+    A table has for each front cut and each back cut whether the workers so far can have all that is outside of them.
     """
     limits, size = loads.limits, loads.limits.units + 1
     table = np.zeros((size, size), dtype=bool)

@@ -466,7 +466,7 @@ def test_times_of_a_slow_worker_are_converted_without_plans(tmp_path, capsys):
     assert load(path, at_step=8).costs == load(EVENTS, at_step=8).costs
     assert "measured under the even split" in capsys.readouterr().err
     assert load(path).costs.forward_ns[-1] == 2 * load(EVENTS).costs.forward_ns[-1]
-    assert "plan 1, under which the times were measured, is not beside the profile" in capsys.readouterr().err
+    assert "plan 1, under which the times were measured, is not next to the profile" in capsys.readouterr().err
 
 
 def test_watch_warns_of_units_once_per_header(plan, run_dir):

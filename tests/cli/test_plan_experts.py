@@ -52,7 +52,7 @@ def test_experts_written_plan_is_where_the_next_one_starts(plan, profile, tmp_pa
     assert again["max_tokens_before"] == layer["max_tokens"]
 
 
-# What ``experts`` was told; and the step, since the tokens are the same in all.
+# Options of ``experts``; and the step, since the tokens are the same in all.
 GIVEN = {"slots_per_rank", "num_nodes", "num_groups", "pause_ns", "read_to_step"}
 
 

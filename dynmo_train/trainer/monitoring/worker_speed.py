@@ -13,7 +13,7 @@ quotient of two clocks need no equal work.
 
 A starved worker may only look healthy because its layers have moved off: a CPU quota of 20 % starves nobody who needs
 less. So its speed belongs to its load. It is normal again once it is healthy with the load that it was slow with; with
-a lighter one only after ``patience`` samples, four times as many after each relapse. Of a speed that changes again and
+a lighter one only after ``patience`` samples, which each relapse multiplies by four. Of a speed that changes again and
 again each change takes twice as long as the one before, so that other load on a host does not move layers forever.
 """
 

@@ -49,7 +49,7 @@ def test_calibrate_recovers_the_overhead(problem):
 PARTITIONS = ((0, 2, 4, 6, 8), (0, 1, 3, 5, 8), (0, 3, 4, 5, 8))
 
 
-def test_calibrate_link_states_what_equal_transfers_do_not_tell(problem):
+def test_calibrate_link_states_what_equal_transfers_leave_open(problem):
     """Overhead and transfers lengthen these steps in the same way: the true bandwidth is in the stated range."""
     samples = [made_with(problem, cuts, 300_000, 50_000, 3 * 10**8) for cuts in PARTITIONS]
     linked = calibrate(samples, fit_link=True)
@@ -60,7 +60,7 @@ def test_calibrate_link_states_what_equal_transfers_do_not_tell(problem):
     assert low < 0.3 < high
 
 
-def test_calibrate_link_recovers_latency_and_bandwidth_of_different_transfers(problem):
+def test_calibrate_link_recovers_latency_and_bandwidth(problem):
     chain = problem.chain
     items = tuple(replace(item, boundary_bytes=(1 + at % 3) * 10**6) for at, item in enumerate(chain.items))
     problem = replace(problem, chain=replace(chain, items=items))
