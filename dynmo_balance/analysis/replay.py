@@ -2,20 +2,25 @@
 
 Each record is passed to the policy as it would have been measured under the partition of the replay: an item on a
 slower worker takes longer. The clock is virtual. A step takes the time that ``online.regret.step_times`` computes
-from its recorded costs under the active partition; a move takes its predicted pause. The offline optimum is a dynamic
-program over blocks of steps and the exact partitions of every block, with the same pauses.
+from its recorded costs under the active partition; a move takes its predicted pause. The opponent knows all steps: a
+dynamic program over steps and partitions with the same pauses. It is the optimum where all partitions are few enough to
+be tried, else the best of the exact partitions of ranges of steps, an upper bound of the optimum.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 from .._common.errors import UsageError
 from ..costs.cost_window import CostWindow, speeds_of_items
-from ..formats.plan import Plan
+from ..formats.plan import Plan, Stage
 from ..formats.profile import Event, PlanResult, Record, Segment, Step
 from ..formats.profile_records import WORKER_SPEED, with_speeds
 from ..online.decision import WatchOptions, decide
@@ -24,12 +29,13 @@ from ..online.run_state import RunState
 from ..partition import uniform
 from ..partition.exact import solve
 from ..partition.problem import PartitionProblem, worker_slots
+from ..planning.migration import migration
 from ..planning.plan_builder import chain_of, make_proposal, to_plan
 
-BLOCK = 25
-"""Steps between which the offline optimum may move. Shorter blocks make the optimum lower and cost more time."""
-MAX_CANDIDATES = 60
-"""Partitions of the dynamic program, which takes ``candidates^2`` transitions per block."""
+MAX_CANDIDATES = 160
+"""Partitions of the dynamic program, which takes ``candidates^2`` transitions per step."""
+WIDTHS = (400, 100, 25, 5, 1)
+"""Lengths in steps of the ranges whose exact partitions are candidates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,19 +150,21 @@ class RecordedRun:
         return replace(plan, predicted=None, optimality=None)
 
     def pause_ns(self, before: Sequence[int], after: Sequence[int]) -> int:
-        """The pause in ns of a move from one partition to another."""
+        """The pause in ns of a move from one partition to another, as ``planning.migration`` predicts it."""
         if tuple(before) == tuple(after):
             return 0
-        workers = [slot.worker for slot in self.problem.slots]
-        names = self.problem.chain.names
-        owner = {name: workers[s] for s, (a, b) in enumerate(pairwise(before)) for name in names[a:b]}
-        shown = make_proposal(
-            self.problem,
-            replace(solve(self.problem), boundaries=tuple(after)),
-            owner=owner,
-            base_pause_ns=self.base_pause_ns,
-        )
-        return shown.migration.pause_ns or 0
+        problem = self.problem
+        owner = {name: worker for name, worker in zip(problem.chain.names, self._owners(before), strict=True)}
+        stages = [
+            Stage(stage=at, worker=problem.slots[problem.positions[at]].worker, items=problem.chain.names[begin:end])
+            for at, (begin, end) in enumerate(pairwise(after))
+        ]
+        return migration(problem.chain, owner, stages, problem.link_bandwidth, self.base_pause_ns).pause_ns or 0
+
+    def _owners(self, boundaries: Sequence[int]) -> list[int]:
+        """The worker of each item."""
+        workers = [self.problem.slots[position].worker for position in self.problem.positions]
+        return [workers[at] for at, (begin, end) in enumerate(pairwise(boundaries)) for _ in range(begin, end)]
 
 
 def run_policy(recorded: RecordedRun, options: WatchOptions) -> PolicyResult:
@@ -200,39 +208,41 @@ def _taken(plan: Plan, step: int, pause_ns: int) -> Record:
     )
 
 
-def _candidates(recorded: RecordedRun, blocks: Sequence[range]) -> list[tuple[int, ...]]:
-    """The exact partitions of the blocks and of several blocks together, and the uniform partition."""
+def _candidates(recorded: RecordedRun) -> tuple[list[tuple[int, ...]], bool]:
+    """Partitions to choose from, the uniform one first; and whether these are all partitions."""
+    start = tuple(uniform.boundaries(recorded.problem))
+    found: dict[tuple[int, ...], None] = {start: None}
+    cuts, stages = recorded.problem.chain.cuts, recorded.problem.num_stages
+    if math.comb(len(cuts) - 2, stages - 1) < MAX_CANDIDATES:
+        found |= {(cuts[0], *inner, cuts[-1]): None for inner in itertools.combinations(cuts[1:-1], stages - 1)}
+        return list(found), True
     # Wide ranges first: if there are too many candidates, those that hold for long remain. They are worth their pause.
-    found: dict[tuple[int, ...], None] = {uniform.boundaries(recorded.problem): None}
-    problem = replace(recorded.problem, current=None)
-    for width in (len(blocks), 16, 4, 1):
-        for first in range(0, len(blocks), width):
-            steps = [i for block in blocks[first : first + width] for i in block]
-            mean = [sum(column) // len(steps) for column in zip(*(recorded.works[i] for i in steps), strict=True)]
-            found.setdefault(solve(problem, mean).boundaries)
-            if len(found) > MAX_CANDIDATES:
-                return list(found)
-    return list(found)
+    problem, count = replace(recorded.problem, current=None), len(recorded.works)
+    upto = np.concatenate([np.zeros((1, len(recorded.works[0]))), np.cumsum(recorded.works, axis=0)])
+    for width in (count, *(each for each in WIDTHS if each < count)):
+        for first in range(0, count, width):
+            last = min(first + width, count)
+            mean = ((upto[last] - upto[first]) / (last - first)).round().astype(np.int64).tolist()
+            found.setdefault(tuple(solve(problem, mean).boundaries))
+            if len(found) >= MAX_CANDIDATES:
+                return list(found), False
+    return list(found), False
 
 
 def offline_optimum(recorded: RecordedRun) -> PolicyResult:
-    """The minimum time over all sequences of candidate partitions, one for each block of steps."""
-    count = len(recorded.works)
-    blocks = [range(first, min(first + BLOCK, count)) for first in range(0, count, BLOCK)]
-    candidates = _candidates(recorded, blocks)
-    start = uniform.boundaries(recorded.problem)
-    pause = [[recorded.pause_ns(a, b) for b in candidates] for a in candidates]
-    totals = [recorded.pause_ns(start, c) for c in candidates]
-    moves = [int(tuple(c) != tuple(start)) for c in candidates]
-    for number, block in enumerate(blocks):
-        spent = [sum(recorded.step_ns(i, c) for i in block) for c in candidates]
-        if number:
-            # Ties are broken by the index, so the number of moves is the same in every run.
-            best = [
-                min((totals[a] + pause[a][b], a) for a in range(len(candidates)))[1] for b in range(len(candidates))
-            ]
-            moves = [moves[a] + (a != b) for b, a in enumerate(best)]
-            totals = [totals[a] + pause[a][b] for b, a in enumerate(best)]
-        totals = [total + more for total, more in zip(totals, spent, strict=True)]
-    at = min(range(len(candidates)), key=lambda c: totals[c])
-    return PolicyResult(policy="offline optimum", total_ns=totals[at], pauses_ns=None, moves=moves[at])
+    """The minimum time over all sequences of candidate partitions, which may change after every step."""
+    candidates, is_complete = _candidates(recorded)
+    number = range(len(candidates))
+    pause = np.array([[recorded.pause_ns(a, b) for b in candidates] for a in candidates], dtype=np.int64)
+    spent = np.array([[recorded.step_ns(i, c) for c in candidates] for i in range(len(recorded.works))], dtype=np.int64)
+    # The first candidate is that of the start.
+    totals, moves = pause[0] + spent[0], (np.arange(len(candidates)) != 0).astype(np.int64)
+    for times in spent[1:]:
+        ways = totals[:, None] + pause
+        # Ties are broken by the index, so the number of moves is the same in every run.
+        best = ways.argmin(axis=0)
+        moves = moves[best] + (best != np.arange(len(candidates)))
+        totals = ways[best, number] + times
+    at = int(totals.argmin())
+    name = "offline optimum" if is_complete else "best offline"
+    return PolicyResult(policy=name, total_ns=int(totals[at]), pauses_ns=None, moves=int(moves[at]))

@@ -170,7 +170,7 @@ def evaluate_move(
         )
     now_ns, then_ns = predict(problem, base.boundaries).step_ns, proposal.timeline.step_ns
     # Only the exact solver takes other weights than the problem's costs, which the long window needs.
-    if options.policy == "threshold" and options.balancer == "exact" and problem.virtual_stages == 1:
+    if options.policy in ("threshold", "regret") and options.balancer == "exact" and problem.virtual_stages == 1:
         long_boundaries = solve(problem, forecast_work(works, 0)).boundaries
         window_selection = policy_state.window_selection.after(
             problem,
@@ -398,6 +398,8 @@ def apply_policy(
     inputs: PolicyInputs, options: WatchOptions, policy_state: PolicyState
 ) -> tuple[PolicyDecision, PolicyState]:
     """Whether the policy moves, and its new state."""
-    # Regret is that of partitions; a move of experts has to break even over the horizon.
-    policy = "threshold" if options.policy == "regret" and inputs.expert_moves else options.policy
+    # Regret is that of forecasts; a move of experts, and one to the partition of the long past, has to break even over
+    # the horizon.
+    is_forecast = not inputs.expert_moves and not policy_state.window_selection.uses_long
+    policy = "threshold" if options.policy == "regret" and not is_forecast else options.policy
     return POLICIES[policy](inputs, options.settings, policy_state)

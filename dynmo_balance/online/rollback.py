@@ -14,8 +14,8 @@ outside the model and a reason for a rollback. Otherwise costs have changed, and
 
 All of this is at the speeds that the move was decided with. A worker that starves by its load looks fast while it has
 few layers, and slow again once the move has given it some: that change of speed is what was predicted wrong. So
-moves that deliver less than half of what the model promises on the costs since are followed by a pause without moves,
-twice as long after each failure (``Deliveries``).
+moves that deliver less than half of what they promised are followed by a pause without moves, twice as long after each
+failure (``Deliveries``). That holds for costs that change faster than the planner follows them, too.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Feedback:
         blocked: boundaries that are not proposed before step ``blocked_until``; None if there are none.
         blocked_until: see ``blocked``.
         reason: of a rollback, in one sentence.
-        promised, delivered: gains of the last move on the costs since it: of the model, and as measured, at most with
-            its noise. None if there is no conclusion.
+        promised, delivered: gains of the last move: as predicted, and as measured on the costs since it, in favor of
+            the move by three standard errors. None if there is no conclusion.
     """
 
     penalty: float = 1.0
@@ -90,8 +90,7 @@ class Deliveries:
         if feedback.promised is None or feedback.delivered is None or self.judged == base.plan_id:
             return self
         judged = replace(self, judged=base.plan_id)
-        # A promise that did not last is one of changed costs, which the next decision knows.
-        if feedback.promised <= 0 or feedback.delivered >= MIN_REALIZED_SHARE * feedback.promised:
+        if feedback.delivered >= MIN_REALIZED_SHARE * feedback.promised:
             return replace(judged, failures=max(0, self.failures - 1))
         if feedback.roll_back and not self.failures:
             return replace(judged, failures=1)  # it returns, and its partition alone is blocked
@@ -163,7 +162,6 @@ def evaluate_last_move(state: RunState, base: Plan, previous: Plan | None, probl
     mean_staying = float(staying.mean())
     error = math.hypot(_error(harm), _error(beyond_model) * mean_staying / ratio)
     limit = max(MIN_HARM * mean_staying, 3 * error)
-    promised = 1 - float(expected.mean()) / mean_staying
     # In favor of the move by three standard errors: noise must not make the next move more expensive.
     delivered = (3 * error - float(harm.mean())) / mean_staying
     # Harm that the model explains by changed costs needs no rollback: the balancer decides on the same costs.
@@ -173,9 +171,9 @@ def evaluate_last_move(state: RunState, base: Plan, previous: Plan | None, probl
             f"rolling back plan {base.plan_id}: predicted {predicted:+.1%}; steps take {mean / 1e6:.2f} ms and would"
             f" take {mean_staying / 1e6:.2f} ms under the plan before it"
         )
-        return Feedback(penalty=2.0, roll_back=True, reason=reason, promised=promised, delivered=delivered)
+        return Feedback(penalty=2.0, roll_back=True, reason=reason, promised=predicted, delivered=delivered)
     penalty = 2.0 if delivered < MIN_REALIZED_SHARE * predicted else 1.0
-    return Feedback(penalty=penalty, promised=promised, delivered=delivered)
+    return Feedback(penalty=penalty, promised=predicted, delivered=delivered)
 
 
 def _works(records: Sequence[Measured], owners: Mapping[int, dict[str, int]]) -> Works:
