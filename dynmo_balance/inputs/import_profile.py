@@ -1,8 +1,8 @@
 """``profile import``: assign the measured times of other programs to the items of a profile's header.
 
-* ``chrome-trace``: a trace of ``torch.profiler`` (see ``torch_traces``); or complete events (``ph`` X) named by an
-  item followed by ``.forward``, ``.backward``, ``.backward_input`` or ``.backward_weight``, whose mean duration is
-  used.
+* ``chrome-trace``: a trace of ``torch.profiler`` with modules or named ranges (see ``torch_traces``); or complete
+  events (``ph`` X) named by an item followed by ``.forward``, ``.backward``, ``.backward_input`` or
+  ``.backward_weight``, whose mean duration is used.
 * ``deepspeed-log``, ``megatron-log``: times per worker; see ``timer_logs``.
 """
 
@@ -27,7 +27,7 @@ from ..formats.profile import Header
 from ..partition import uniform
 from ..planning.plan_builder import problem_of_run
 from .timer_logs import SLOWEST, LoggedStep, deepspeed_steps, megatron_steps, spread, worker_times
-from .torch_traces import has_modules, layer_times
+from .torch_traces import has_layers, layer_times
 
 MAX_US = 1e15
 """Of a time in a trace: 30 years."""
@@ -91,7 +91,7 @@ def from_trace(
     """
     events = _events(text, source)
     named = any(str(event.get("name", "")).endswith(".forward") for event in events)
-    if not named and has_modules(events):
+    if not named and has_layers(events, len(_layers(header))):
         return [_from_modules(events, source, header, model)]
     spent: dict[tuple[str, str], list[float]] = {}
     for event in events:
@@ -101,8 +101,9 @@ def from_trace(
     missing = [item.name for item in header.items if (item.name, "forward") not in spent]
     if missing:
         raise UsageError(
-            f"{source}: no events named {missing[0]}.forward (missing for {len(missing)} items), and no modules of"
-            " torch.profiler; record it with with_stack=True"
+            f"{source}: no events named {missing[0]}.forward (missing for {len(missing)} items), no modules of"
+            f" torch.profiler, and no ranges named layers.0 to layers.{len(_layers(header)) - 1}; record it with"
+            " with_stack=True, or each layer inside record_function"
         )
 
     def column(kind: str) -> list[int]:
@@ -115,10 +116,16 @@ def from_trace(
     return [_step(header, 1, column("forward"), backward_ns=column("backward"))]
 
 
+def _layers(header: Header) -> list[str]:
+    """The layers between embedding and head."""
+    kinds = {item.layer: item.kind for item in header.items}
+    return [layer for layer, kind in kinds.items() if kind not in ("embedding", "head")]
+
+
 def _from_modules(events: Sequence[Mapping[str, Any]], source: str, header: Header, model: ItemCosts) -> dict[str, Any]:
     """A step record of layer times; the time of a layer is divided among its items as in the model."""
     kinds = {item.layer: item.kind for item in header.items}
-    layers = [layer for layer, kind in kinds.items() if kind not in ("embedding", "head")]
+    layers = _layers(header)
     ends = [kind for kind in kinds.values() if kind in ("embedding", "head")]
     if ends != ["embedding", "head"]:
         raise UsageError(f"{source}: traces are read for models of one embedding, one stack of layers and one head")
@@ -130,6 +137,12 @@ def _from_modules(events: Sequence[Mapping[str, Any]], source: str, header: Head
     backward = [b + w for b, w in zip(model.backward_input_ns, model.backward_weight_ns, strict=True)]
 
     def column(times: Sequence[float], modelled: Sequence[int]) -> list[int]:
+        # Ends without a range take what they take of the layers' time in the model.
+        inner = sum(ns for ns, at in zip(modelled, workers_of_items, strict=True) if 0 < at <= len(layers))
+        times = list(times)
+        for end in found.unknown:
+            work = sum(ns for ns, at in zip(modelled, workers_of_items, strict=True) if at == end)
+            times[end] = sum(times[1:-1]) * work / max(1, inner)
         shares = [max(1, ns) for ns in modelled]
         return spread({at: 1000 * us for at, us in enumerate(times)}, None, workers_of_items, shares)
 

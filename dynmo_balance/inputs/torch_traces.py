@@ -1,10 +1,13 @@
-"""Layer times in a trace of ``torch.profiler``, recorded with ``with_stack=True``.
+"""Layer times in a trace of ``torch.profiler``, recorded with ``with_stack=True`` or with named ranges.
 
 Such a trace has an event for each call of a module, named by class and instance (``nn.Module: Block_3``), the
 operators with their sequence numbers, the backward steps with the sequence number of their operator, and on a GPU the
 kernels with the call that launched them. The blocks are the instances of the class with one instance per layer (of
 several, the class that takes the longest). Work of the model before the first block is the embedding, after the last
 one the head. Work outside the model, such as a loss or an optimizer, is not counted in the forward pass.
+
+Without modules the ranges of ``record_function`` are the blocks: ``layers.0``, ``model.layers.0`` or any other name
+with the number of the layer at its end, once per layer; ranges named ``embedding`` and ``head`` are those ends.
 
 A backward step belongs to the block of its operator; a gradient accumulation belongs to the block of the step before
 it. Without kernels the CPU times count, with kernels those of the kernels::
@@ -29,6 +32,7 @@ from typing import Any
 from .._common.errors import UsageError
 
 Event = Mapping[str, Any]
+_RANGE = re.compile(r"(.*?)(\d{1,9})")
 _MODULE = re.compile(r"nn\.Module: (.+)_(\d{1,9})")
 _BACKWARD = "autograd::engine::evaluate_function: "
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -37,11 +41,17 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Mean times of a pass in us: embedding, each layer in order, head."""
+    """Mean times of a pass in us: embedding, each layer in order, head.
+
+    Attributes:
+        forward_us, backward_us: the times.
+        unknown: positions of the ends that the trace does not name.
+    """
 
     # Microseconds: the unit of ``ts`` and ``dur`` in the Trace Event Format.
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
+    unknown: tuple[int, ...] = ()
 
 
 class _Spans:
@@ -73,9 +83,19 @@ def _number(event: Event, name: str) -> int:
     return value if isinstance(value, int) else -1
 
 
-def has_modules(events: Sequence[Event]) -> bool:
-    """Whether a trace has module events."""
-    return any(_MODULE.fullmatch(str(event.get("name", ""))) for event in events)
+def has_layers(events: Sequence[Event], layers: int) -> bool:
+    """Whether a trace has module events, or a named range per layer."""
+    return any(_MODULE.fullmatch(str(event.get("name", ""))) for event in events) or bool(_ranges(events, layers))
+
+
+def _ranges(events: Sequence[Event], layers: int) -> dict[str, dict[int, list[Event]]]:
+    """For each name that has a number per layer at its end, the ranges of each number."""
+    found: dict[str, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        match = _RANGE.fullmatch(str(event.get("name", "")))
+        if match and event.get("cat", "user_annotation") == "user_annotation":
+            found[match[1]][int(match[2])].append(event)
+    return {name: calls for name, calls in found.items() if len(calls) == layers and len(calls) == max(calls) + 1}
 
 
 def layer_times(events: Sequence[Event], layers: int, source: str) -> LayerTimes:
@@ -98,6 +118,7 @@ def layer_times(events: Sequence[Event], layers: int, source: str) -> LayerTimes
     return LayerTimes(
         forward_us=tuple(one / reader.passes for one in forward),
         backward_us=tuple(one / reader.passes for one in backward),
+        unknown=reader.unknown,
     )
 
 
@@ -109,7 +130,10 @@ class _Reader:
             if str(event.get("name", "")).startswith(_BACKWARD):
                 by_thread[event.get("tid")].append(event)
         self._backward = {thread: _Spans(found) for thread, found in by_thread.items()}
-        self._blocks, self._index = self._find_blocks(source)
+        has_modules = any(_MODULE.fullmatch(str(event.get("name", ""))) for event in events)
+        self._blocks, self._index = self._find_blocks(source) if has_modules else self._find_ranges()
+        ends = () if has_modules else (-1, layers)
+        self.unknown = tuple(end + 1 for end in ends if end not in self._index)
         self._thread = self._blocks.events[0].get("tid")
         self._roots = self._find_roots()
         self.passes = sum(index == 0 for index in self._index)
@@ -147,6 +171,19 @@ class _Reader:
         order = sorted(fitting[name], key=lambda instance: min(event["ts"] for event in fitting[name][instance]))
         number = {id(event): at for at, instance in enumerate(order) for event in fitting[name][instance]}
         spans = _Spans([event for calls in fitting[name].values() for event in calls])
+        return spans, [number[id(event)] for event in spans.events]
+
+    def _find_ranges(self) -> tuple[_Spans, list[int]]:
+        """The named ranges in order, and the index of the layer of each; -1 is the embedding, the last one the head."""
+        fitting = _ranges(self._events, self._layers)
+        name = max(fitting, key=lambda one: sum(event["dur"] for calls in fitting[one].values() for event in calls))
+        number = {id(event): at for at, calls in fitting[name].items() for event in calls}
+        ends = {"embedding": -1, "head": self._layers}
+        for event in self._events:
+            if event.get("name") in ends and event.get("cat", "user_annotation") == "user_annotation":
+                number[id(event)] = ends[str(event["name"])]
+        inside = [event for event in self._events if id(event) in number and self._in_backward(event) < 0]
+        spans = _Spans(inside)
         return spans, [number[id(event)] for event in spans.events]
 
     def _find_roots(self) -> _Spans:

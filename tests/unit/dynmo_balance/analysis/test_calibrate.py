@@ -116,6 +116,41 @@ def test_import_trace_gives_each_item_its_mean(tmp_path):
         imported("chrome-trace", "{}", tmp_path)
 
 
+def ranges_of(names, *, tid=1):
+    """Two passes of named ranges, one operator in each, and the backward steps of the operators."""
+    for number in range(2):
+        for at, name in enumerate(names):
+            begin, sequence = 10_000 * number + 100 * at, len(names) * number + at
+            yield {"name": name, "cat": "user_annotation", "ph": "X", "ts": begin, "dur": 10 + at, "tid": tid}
+            yield {"name": name, "cat": "gpu_user_annotation", "ph": "X", "ts": begin, "dur": 99, "tid": 7}
+            operator = {"cat": "cpu_op", "ph": "X", "args": {"Sequence number": sequence}, "dur": 1}
+            yield operator | {"name": "aten::mm", "ts": begin + 1, "tid": tid}
+            back = 10_000 * number + 5000 + 100 * (len(names) - at)
+            step = {"name": "autograd::engine::evaluate_function: MmBackward0", "ts": back, "dur": 20 + at, "tid": 2}
+            yield operator | step
+
+
+@pytest.mark.parametrize("prefix", ["layers.", "model.layers.", "block_"])
+def test_import_trace_with_named_ranges_alone_is_read(tmp_path, prefix):
+    """As ``record_function("layers.0")`` writes them; embedding and head, unnamed, take what they take in the model."""
+    header = read_profile(HEADER)[0].header
+    layers = list(dict.fromkeys(item.layer for item in header.items if item.kind not in ("embedding", "head")))
+    ends = ("embedding", "head") if prefix == "block_" else ()
+    names = [*ends[:1], *(f"{prefix}{at}" for at in range(len(layers))), *ends[1:]]
+    step = imported("chrome-trace", json.dumps({"traceEvents": list(ranges_of(names))}), tmp_path).steps[0]
+    first = len(ends[:1])
+    for times, base in ((step.forward_ns, 10), (step.backward_ns, 20)):
+        by_layer = [
+            sum(ns for item, ns in zip(header.items, times, strict=True) if item.layer == each) for each in layers
+        ]
+        assert by_layer == [1000 * (base + at + first) for at in range(len(layers))]
+        assert min(times[0], times[-1]) > 0
+        if ends:
+            assert times[0] == 1000 * base
+    with pytest.raises(UsageError, match=rf"ranges named layers\.0 to layers\.{len(layers) - 1}"):
+        imported("chrome-trace", json.dumps({"traceEvents": list(ranges_of(names[first + 1 :]))}), tmp_path)
+
+
 DEEPSPEED = "[Rank {}] time (ms) | fwd_microstep: {} | bwd_microstep: {} | bwd_inner_microstep: 8.0 | step: 1\n"
 ITERATION = " iteration {:8d}/    100 | consumed samples: 8 | elapsed time per iteration (ms): 250.5 | lm loss: 9.1 |\n"
 ALL = """times across ranks (ms):
