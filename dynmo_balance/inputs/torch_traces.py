@@ -84,7 +84,7 @@ def _number(event: Event, name: str) -> int:
 
 
 def has_layers(events: Sequence[Event], layers: int) -> bool:
-    """Whether a trace has module events, or a named range per layer."""
+    """Whether a trace has module events, or a named range for each of ``layers`` layers."""
     return any(_MODULE.fullmatch(str(event.get("name", ""))) for event in events) or bool(_ranges(events, layers))
 
 
