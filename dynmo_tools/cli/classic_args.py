@@ -60,7 +60,8 @@ def from_classic_syntax(arguments: Sequence[str]) -> list[str]:
 
     ``find-duplicates --inputs FILE KEY ...`` gives files and the keys of their document ids, ``decontaminate
     --dedup-dataset FILE KEY`` a file and the key of its text, ``--lambada-path FILE`` a task's file, and ``merge
-    --json_path FOLDER`` the ``.json`` files of a folder. ``extract-wiki --json`` writes into a folder. Commands with files only are read by ``POSITIONAL_FILES``.
+    --json_path FOLDER`` the ``.json`` files of a folder. ``extract-wiki --json`` writes into a folder. Commands with
+    files only are read by ``POSITIONAL_FILES``.
     """
     if positional := _from_positional(arguments):
         return positional

@@ -41,11 +41,11 @@ AFTER_NAME = {"as of": "As of ", "since": "Since ", "circa": "c. ", "c.": "c. ",
 FRACTIONS = _names("frac, sfrac, fraction")
 # Notes to readers and authors: the sentence is complete without them. Beginnings of names; "$" ends one.
 _NOTES = re.compile(
-    r"(?:#|-$|infobox|cit[ae]|citation|sfn|efn|ref|note|harv|rp$|r$|fn|cn$|fact|who|when$|where$|which$|why$|by whom|clarif|"
-    r"dubious|disputed|verif|unreferenced|unsourced|uncited|page needed|failed|dead|better|weasel|vague|"
-    r"update|according|original research|or$|specify|need|inline|in lang|attrib|expand|example|self|t$|tl$|pp-|short desc|"
-    r"coord|anchor|portal|main|see|clear|flag|ipa|respell|audio|pron|listen|stub|authority|defaultsort|commons|"
-    r"sister|wikt|toc|use |good|featured|about|other|redirect|hatnote|"
+    r"(?:#|-$|infobox|cit[ae]|citation|sfn|efn|ref|note|harv|rp$|r$|fn|cn$|fact|who|when$|where$|which$|why$|"
+    r"by whom|clarif|dubious|disputed|verif|unreferenced|unsourced|uncited|page needed|failed|dead|better|weasel|"
+    r"vague|update|according|original research|or$|specify|need|inline|in lang|attrib|expand|example|self|t$|tl$|pp-|"
+    r"short desc|coord|anchor|portal|main|see|clear|flag|ipa|respell|audio|pron|listen|stub|authority|defaultsort|"
+    r"commons|sister|wikt|toc|use |good|featured|about|other|redirect|hatnote|"
     r"источник|нет аи|кто|когда|где|какой|проверить|примечани|переход|уточнить|求来源|来源请求|來源請求|何时|谁|"
     r"要出典|誰|いつ|要検証|出典|réf|quand|qui|où|belege|wer|wann|cita req|cr$|사실|출처|누가|언제)"
 )
