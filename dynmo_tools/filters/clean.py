@@ -97,7 +97,7 @@ def is_plain(text: str) -> bool:
 
 # Those of ftfy's defaults that change text without errors: full-width signs are the punctuation of Chinese and
 # Japanese, curly quotes that of most languages. FineWeb-2 leaves them out, too.
-NORMALIZATION_OFF = {
+NORMALIZATION_OFF: Mapping[str, Any] = {
     "fix_latin_ligatures": False,
     "fix_character_width": False,
     "uncurl_quotes": False,
