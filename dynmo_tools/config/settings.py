@@ -140,9 +140,16 @@ class FindDuplicatesSettings(MatchSettings):
     """List pairs of near-duplicates. MinHash bands select candidates, their exact Jaccard index decides."""
 
 
+class Grouping(StrEnum):
+    """Groups of duplicates."""
+
+    SIMILAR = "similar"
+    CONNECTED = "connected"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DedupSettings(MatchSettings):
-    """Remove near-duplicates except the first of each group: find, group and remove in one step."""
+    """Remove near-duplicates except the first of each group, in one step."""
 
     # The threshold that Megatron's README uses for groups.
     threshold: float = setting(
@@ -150,6 +157,13 @@ class DedupSettings(MatchSettings):
         help="Minimum Jaccard index of duplicates, by character shingles (0 to 1).",
         minimum=0,
         maximum=1,
+    )
+    grouping: Grouping = setting(
+        Grouping.SIMILAR,
+        help="Each removed document is similar to the kept one, or connected with it by a chain of similar ones.",
+    )
+    save_dropped: Path | None = setting(
+        None, output=True, help="File for the removed documents, each with the name of the kept one."
     )
 
 

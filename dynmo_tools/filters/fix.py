@@ -56,7 +56,7 @@ class FixSettings(FilterSettings):
     )
     seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
     save_dropped: Path | None = setting(
-        None, output=True, names=("--filtered",), help="File for the dropped documents."
+        None, output=True, names=("--filtered",), help="File for the dropped documents, with drop_reason."
     )
 
 

@@ -14,7 +14,14 @@ from dynmo_tools.dedup.lsh import StoredBuckets, buckets, connect, groups_in_ran
 from dynmo_tools.dedup.minhash import band_keys, joined_hashes, permutations, sign
 from dynmo_tools.dedup.shingles import jaccard
 from dynmo_tools.dedup.union_find import SparseUnionFind, UnionFind
-from dynmo_tools.dedup.verify import ShingleCache, SimilarityCache, match_bucket, match_group
+from dynmo_tools.dedup.verify import (
+    ShingleCache,
+    SimilarEstimate,
+    SimilarityCache,
+    match_bucket,
+    match_group,
+    match_to_kept,
+)
 
 WORDS = [f"{a}{b}" for a in ("ba", "ke", "li", "mo", "nu", "sa") for b in ("rt", "n", "ss", "x", "ck")]
 
@@ -197,6 +204,37 @@ def test_match_group_with_all_pairs_matches_brute_force(tmp_path):
     true = {(a, b) for a, b in itertools.combinations(range(len(made)), 2) if brute(made[a], made[b]) >= 0.92}
     assert found <= true
     assert len(found) >= 0.98 * len(true) > 10
+
+
+@pytest.mark.parametrize(("kinds", "divisor"), [(4, "union"), (80, "union"), (80, "max"), (80, "min")])
+def test_every_removed_document_is_similar_to_a_kept_one(monkeypatch, kinds, divisor):
+    """As a plain search in document order, whether few or many documents are kept in one bucket."""
+    monkeypatch.setattr("dynmo_tools.dedup.verify.ALL_PAIRS", 8)
+    rng = random.Random(kinds)
+    bases = [" ".join(rng.choices(WORDS, k=60)) for _ in range(kinds)]
+    made = [rng.choice(bases) + rng.choice(["", " end", " other end", " a much longer end"]) for _ in range(160)]
+    buckets_ = [sorted(rng.sample(range(160), 100)), list(range(160)), sorted(rng.sample(range(160), 30))]
+    signatures = sign(made, 5, permutations(100, 1234))
+    compared = []
+
+    def similarity(first, second):
+        compared.append((first, second))
+        return jaccard(made[first], made[second], 5, divisor)
+
+    estimate = SimilarEstimate(signatures.__getitem__, 0.93, divisor)
+    found = {p.other: p.main for p in match_to_kept(buckets_, similarity, estimate, threshold=0.93, rounds=-1)}
+    num_compared = len(compared)
+    kept, expected = [], {}
+    for at in range(160):
+        similar = [other for other in kept if jaccard(made[other], made[at], 5, divisor) >= 0.93]
+        if similar:
+            expected[at] = similar[0]
+        else:
+            kept.append(at)
+    assert found == expected
+    assert 40 < len(expected) < 155
+    # Signatures exclude nearly all others where they bound the index.
+    assert kinds == 4 or (num_compared < 1000) == (divisor != "min")
 
 
 def test_union_pairs_matches_single_joins():
