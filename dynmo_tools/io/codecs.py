@@ -10,6 +10,8 @@ import bz2
 import gzip
 import io
 import lzma
+import os
+import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,6 +27,11 @@ _FOREIGN = (
 )
 FOREIGN_ENDINGS = frozenset(_FOREIGN.split())
 """Extensions of formats that no step reads or writes."""
+_REMEDIES = {
+    ".warc": "extract its pages to JSON lines first, for example with datatrove's WarcReader and Trafilatura",
+    **dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar"), "unpack it"),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), "save it as .parquet"),
+}
 TSV = ".tsv"
 FOREIGN_OUTPUT_ENDINGS = FOREIGN_ENDINGS | {PARQUET, ".csv", TSV, ".xml", ".html"}
 PIECE_BYTES = 1 << 20
@@ -67,9 +74,8 @@ def check_ending(path: Path, *, is_output: bool, is_table: bool = False) -> None
                 f"{path}: {found} files cannot be written; "
                 f"use the extension .jsonl (or .json, .txt), alone or with {', '.join(ENDINGS)}"
             )
-        raise UsageError(
-            f"{path}: {found} files cannot be read; convert it to plain text or one of {', '.join(ENDINGS)}"
-        )
+        remedy = _REMEDIES.get(found.lower(), f"convert it to plain text or JSON lines, also with {', '.join(ENDINGS)}")
+        raise UsageError(f"{path}: {found} files cannot be read; {remedy}")
 
 
 def _zstandard() -> Any:
@@ -147,6 +153,41 @@ def open_read(path: Path) -> IO[bytes]:
     if path.suffix == ".zst":
         return io.BufferedReader(_ZstdReader(open(path, "rb")), PIECE_BYTES)
     return open(path, "rb")
+
+
+def trailing_bytes(path: Path) -> tuple[int, int] | None:
+    """The offset and number of bytes after the last gzip member of a file that are no member; None without any.
+
+    The whole file is decompressed once more: this is for the message of a file that could not be read.
+    """
+    size = os.path.getsize(path)
+    begin, is_complete = 0, False
+    decoder = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    with open(path, "rb") as handle:
+        pending = handle.read(PIECE_BYTES)
+        while pending:
+            try:
+                decoder.decompress(pending)
+            except zlib.error:
+                # Damage within a member is another fault.
+                pending = b""
+                starts = _begins_member(path, begin)
+                return (begin, size - begin) if is_complete and not starts else None
+            if decoder.eof:
+                is_complete = True
+                pending = decoder.unused_data or handle.read(PIECE_BYTES)
+                begin = handle.tell() - len(pending)
+                decoder = zlib.decompressobj(16 + zlib.MAX_WBITS)
+            else:
+                pending = handle.read(PIECE_BYTES)
+    # Fewer bytes than the header of a member.
+    return (begin, size - begin) if is_complete and begin < size and not _begins_member(path, begin) else None
+
+
+def _begins_member(path: Path, offset: int) -> bool:
+    with open(path, "rb") as handle:
+        handle.seek(offset)
+        return handle.read(2) == b"\x1f\x8b"
 
 
 def wrap_write(handle: IO[bytes], ending: str) -> IO[bytes]:
