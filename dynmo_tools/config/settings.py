@@ -466,7 +466,10 @@ class BinarizeSettings:
         IndexForm.MMAP, help="Form of the index; cached and lazy are identical.", rare=True
     )
     engine: Engine = setting(
-        Engine.AUTO, data=False, help="Library that runs BPE; auto prefers gigatoken. The ids are the same.", rare=True
+        Engine.AUTO,
+        data=False,
+        help="Library that runs BPE; auto prefers gigatoken. The ids are the same: recent characters use tokenizers.",
+        rare=True,
     )
 
     def data_prefix(self, output: Path, key: str) -> Path:
