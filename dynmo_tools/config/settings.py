@@ -636,7 +636,7 @@ class RunSettings:
     )
     task_bytes: int = setting(
         64 << 20,
-        help="Bytes per task of uncompressed inputs; tasks at the end of the last input are smaller.",
+        help="Bytes of text per task; tasks at the end of the last input are smaller.",
         minimum=1,
         maximum=MAX_BYTES,
         panel=EXECUTION,

@@ -38,6 +38,7 @@ PIECE_BYTES = 1 << 20
 # Default levels of both tools. Recipes use zstd between steps: it reads and writes several times as fast as gzip.
 ZSTD_LEVEL = 3
 GZIP_LEVEL = 6
+FRAME_BYTES = 16 << 20  # text of a zstandard frame: a task of the next step is several of them
 
 
 class TruncatedError(DynmoError):
@@ -78,7 +79,12 @@ def check_ending(path: Path, *, is_output: bool, is_table: bool = False) -> None
         raise UsageError(f"{path}: {found} files cannot be read; {remedy}")
 
 
-def _zstandard() -> Any:
+def zstandard_module() -> Any:
+    """The module ``zstandard``.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         import zstandard
     except ImportError as error:
@@ -91,7 +97,7 @@ class _ZstdReader(io.RawIOBase):
 
     def __init__(self, handle: IO[bytes]) -> None:
         self._handle = handle
-        self._module = _zstandard()
+        self._module = zstandard_module()
         self._decoder: Any = None
         self._ready = b""
 
@@ -127,6 +133,29 @@ class _ZstdReader(io.RawIOBase):
         super().close()
 
 
+class _LineFrameWriter:
+    """Writes zstandard frames that begin with a line, so that a later step divides the file into tasks."""
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._module = zstandard_module()
+        self._writer = self._module.ZstdCompressor(level=ZSTD_LEVEL).stream_writer(handle, closefd=False)
+        self._size = 0
+
+    def write(self, data: bytes) -> int:
+        self._writer.write(data)
+        self._size += len(data)
+        if self._size >= FRAME_BYTES and data[-1:] == b"\n":
+            self._writer.flush(self._module.FLUSH_FRAME)
+            self._size = 0
+        return len(data)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 def _open_gzip(path: Path) -> IO[bytes]:
     # Optional: reads gzip faster than the standard library.
     try:
@@ -137,8 +166,12 @@ def _open_gzip(path: Path) -> IO[bytes]:
     return opened
 
 
-def open_read(path: Path) -> IO[bytes]:
+def open_read(path: Path, frame: int = 0) -> IO[bytes]:
     """Open ``path`` for reading its decompressed bytes.
+
+    Args:
+        path: the file.
+        frame: offset of the first frame of a zstandard file to read.
 
     Raises:
         UnreadableError: it is not a regular file.
@@ -151,7 +184,9 @@ def open_read(path: Path) -> IO[bytes]:
     if path.suffix == ".bz2":
         return cast("IO[bytes]", bz2.open(path, "rb"))
     if path.suffix == ".zst":
-        return io.BufferedReader(_ZstdReader(open(path, "rb")), PIECE_BYTES)
+        handle = open(path, "rb")  # noqa: SIM115 - closed by the reader
+        handle.seek(frame)
+        return io.BufferedReader(_ZstdReader(handle), PIECE_BYTES)
     return open(path, "rb")
 
 
@@ -200,6 +235,5 @@ def wrap_write(handle: IO[bytes], ending: str) -> IO[bytes]:
     if ending == ".bz2":
         return cast("IO[bytes]", bz2.BZ2File(handle, "wb"))
     if ending == ".zst":
-        writer = _zstandard().ZstdCompressor(level=ZSTD_LEVEL).stream_writer(handle, closefd=False)
-        return cast("IO[bytes]", writer)
+        return cast("IO[bytes]", _LineFrameWriter(handle))
     return handle

@@ -22,11 +22,26 @@ MAX_DIGITS = 4000  # digits of an integer; Python parses at most 4300
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A slice of an input file: the lines that start in ``[begin, end)`` bytes; ``end`` None is the end of the file."""
+    """A slice of an input file: the lines that start in ``[begin, end)`` bytes; ``end`` None is the end of the file.
+
+    Attributes:
+        path: the file.
+        begin: first byte of the slice; of a zstandard file that is divided at its frames, of its text.
+        end: one after its last byte.
+        frame: offset of the first frame of such a slice in the file; None for other slices.
+        frame_end: one after its last frame.
+    """
 
     path: Path
     begin: int = 0
     end: int | None = None
+    frame: int | None = None
+    frame_end: int | None = None
+
+    @property
+    def stored(self) -> tuple[int, int | None]:
+        """The bytes of the slice in the file."""
+        return (self.begin, self.end) if self.frame is None else (self.frame, self.frame_end)
 
 
 class Line(NamedTuple):
@@ -175,8 +190,8 @@ def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
     """
     done = part.begin
     try:
-        with open_read(part.path) as handle:
-            if part.begin:
+        with open_read(part.path, part.frame or 0) as handle:
+            if part.begin and part.frame is None:
                 handle.seek(part.begin)
             for line in split_lines(handle, part.begin, limit_bytes):
                 # A line belongs to the slice in which it starts; its end may lie in the next one.

@@ -51,6 +51,7 @@ from .task_manifest import (
     Source,
     TaskManifest,
     check_tasks,
+    current_digest,
     load_manifest,
     make_manifest,
     store_manifest,
@@ -178,10 +179,9 @@ def open_manifest(job: Job, execution: Execution) -> TaskManifest:
         UsageError: an output exists that this run did not write, or the folder has an incomplete run with other
             settings or inputs, and replacing is not allowed.
     """
-    manifest = make_manifest(job)
     if (job.work / "manifest.json").exists() and not execution.overwrite:
         stored = load_manifest(job.work)
-        if stored.digest == manifest.digest:
+        if stored.digest == current_digest(job):
             _refuse_changed_outputs(job)
             return stored
         if not execution.rerun_changed:
@@ -189,6 +189,7 @@ def open_manifest(job: Job, execution: Execution) -> TaskManifest:
         print_message(f"{job.step}: settings or inputs changed since the last run: starting from scratch")
     elif not execution.overwrite:
         refuse_existing(written_files(job))
+    manifest = make_manifest(job)
     # Markers and the summary of the old run go first: they must never be next to the new manifest.
     _remove_run(job)
     store_manifest(job, manifest)
@@ -370,7 +371,7 @@ def _manifest_of_other_subsets(job: Job) -> TaskManifest | None:
     if not all((job.work / name).exists() for name in ("manifest.json", *SUBSET_FOLDERS)):
         return None
     stored = load_manifest(job.work)
-    if stored.digest != make_manifest(job).digest:
+    if stored.digest != current_digest(job):
         return None
     _refuse_changed_outputs(job)
     return stored

@@ -45,9 +45,11 @@ def brute(first, second, length=5):
     return len(a & b) / len(a | b)
 
 
-def test_signatures_equal_datasketch_bit_for_bit():
+@pytest.mark.parametrize("long_characters", [7, 64, 1 << 20])
+def test_signatures_equal_datasketch_bit_for_bit(monkeypatch, long_characters):
+    monkeypatch.setattr("dynmo_tools.dedup.minhash.LONG_CHARACTERS", long_characters)
     perms = permutations(100, 1234)
-    made = texts(60)
+    made = texts(60 if long_characters > 64 else 12)
     ours = sign(made, 5, perms)
     for row, text in zip(ours, made, strict=True):
         theirs = MinHash(num_perm=100, seed=1234, scheme="affine32", hashfunc=int)
