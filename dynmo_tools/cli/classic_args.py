@@ -98,7 +98,7 @@ def from_classic_syntax(arguments: Sequence[str]) -> list[str]:
 
 def _from_wiki_extractor(arguments: Sequence[str]) -> list[str]:
     """Translate a line of ``WikiExtractor.py --json``, whose output is a folder: ``wiki/AA/wiki_00``."""
-    kept: list[str] = []
+    translated: list[str] = []
     remaining = list(arguments)
     while remaining:
         word = remaining.pop(0)
@@ -106,13 +106,13 @@ def _from_wiki_extractor(arguments: Sequence[str]) -> list[str]:
             del remaining[: IGNORED_FLAGS[word]]
         elif word in ("-o", "--output") and remaining and not remaining[0].endswith(FILE_ENDINGS):
             folder = remaining.pop(0)
-            kept += [word, os.path.join(folder, "AA", "wiki_00")]
+            translated += [word, os.path.join(folder, "AA", "wiki_00")]
             # Not within the folder: its files are read as "wiki/*/wiki_*".
             if "--work-dir" not in arguments:
-                kept += ["--work-dir", f"{folder.rstrip('/')}.work"]
+                translated += ["--work-dir", f"{folder.rstrip('/')}.work"]
         else:
-            kept.append(word)
-    return kept
+            translated.append(word)
+    return translated
 
 
 def _from_positional(arguments: Sequence[str]) -> list[str]:

@@ -44,7 +44,7 @@ from .lsh import MEMBERS, SIZES, StoredBuckets, buckets, connect, groups_in_rang
 from .minhash import BLOCK_SHINGLES, permutations, sign
 from .sorted_pairs import PAIR, SortedPairs, read_pairs
 from .union_find import UnionFind, number_type
-from .verify import Pair, ShingleCache, SimilarEstimate, match_group, match_to_kept
+from .verify import Pair, ShingleCache, SimilarEstimate, match_group, match_to_survivors
 
 LINES, REPEATED = "lines.rows", "repeated.u64"
 FOUND = "found.i64"
@@ -222,7 +222,7 @@ def verify_groups(task: Task) -> None:
     def pairs(group: list[list[int]]) -> Iterator[Pair]:
         if _grouping(settings) is Grouping.SIMILAR:
             estimate = SimilarEstimate(documents.signature, threshold, divisor)
-            return match_to_kept(group, similarity, estimate, threshold=threshold, rounds=rounds)
+            return match_to_survivors(group, similarity, estimate, threshold=threshold, rounds=rounds)
         # dedup needs groups only: pairs within a group that is known are not compared.
         all_pairs = task.job.step == "find-duplicates"
         return match_group(group, similarity, threshold=threshold, rounds=rounds, all_pairs=all_pairs)
@@ -258,9 +258,9 @@ def mark_duplicate_documents(task: Task) -> None:
         path = task.part(SURVIVORS)
         with open(path, "w+b") as handle:
             handle.truncate(count * SURVIVOR.itemsize)
-            kept_of = np.memmap(handle, dtype=SURVIVOR, mode="r+", shape=(count,))
-            removed, groups, largest = mark(verified, count, kept_of)
-            kept_of.flush()
+            survivor_of = np.memmap(handle, dtype=SURVIVOR, mode="r+", shape=(count,))
+            removed, groups, largest = mark(verified, count, survivor_of)
+            survivor_of.flush()
             os.fsync(handle.fileno())
     task.create(task.part(REMOVED)).write(removed[before:].tobytes())
     if settings.save_fingerprints is not None:
@@ -271,16 +271,16 @@ def mark_duplicate_documents(task: Task) -> None:
 
 
 def _mark_similar(
-    verified: Iterable[npt.NDArray[np.void]], count: int, kept_of: npt.NDArray[np.void] | None
+    verified: Iterable[npt.NDArray[np.void]], count: int, survivor_of: npt.NDArray[np.void] | None
 ) -> tuple[npt.NDArray[np.uint8], int, int]:
     """The documents to remove, of pairs of a kept and a removed one; the number of groups, and the largest."""
     removed = np.zeros(count, dtype=np.uint8)
     groups = largest = 0
     for pairs in verified:
         removed[pairs["other"]] = 1
-        if kept_of is not None:
-            kept_of["kept"][pairs["other"]] = pairs["main"]
-            kept_of["jaccard"][pairs["other"]] = pairs["jaccard"]
+        if survivor_of is not None:
+            survivor_of["kept"][pairs["other"]] = pairs["main"]
+            survivor_of["jaccard"][pairs["other"]] = pairs["jaccard"]
         # Each group is in one file: components are verified as a whole.
         _, sizes = np.unique(pairs["main"], return_counts=True)
         groups += len(sizes)
@@ -289,15 +289,15 @@ def _mark_similar(
 
 
 def _mark_connected(
-    verified: Iterable[npt.NDArray[np.void]], count: int, kept_of: npt.NDArray[np.void] | None
+    verified: Iterable[npt.NDArray[np.void]], count: int, survivor_of: npt.NDArray[np.void] | None
 ) -> tuple[npt.NDArray[np.uint8], int, int]:
     """As ``_mark_similar``, of pairs that connect the documents of a group."""
     sets = UnionFind(count)
     for pairs in verified:
         sets.union_pairs(pairs["main"], pairs["other"])
     found = sets.non_first_members()
-    if kept_of is not None:
-        kept_of["kept"], kept_of["jaccard"] = sets.parents, np.nan  # the index of this pair was not computed
+    if survivor_of is not None:
+        survivor_of["kept"], survivor_of["jaccard"] = sets.parents, np.nan  # the index of this pair was not computed
     return found
 
 
@@ -313,7 +313,7 @@ def remove_marked(task: Task) -> None:
         if settings.save_dropped is not None:
             dropped = DroppedWriter(task)
             first = _parts(task)[1] + begin
-            kept_of = np.fromfile(task.part(SURVIVORS, 0), SURVIVOR, count, offset=first * SURVIVOR.itemsize)
+            survivor_of = np.fromfile(task.part(SURVIVORS, 0), SURVIVOR, count, offset=first * SURVIVOR.itemsize)
             repeated = np.fromfile(task.part(REPEATED, 0), dtype=np.uint64)
             names = opened.enter_context(NameTable(_named_parts(task), repeated))
         # strict: the inputs are read a second time, and must still have the documents that were signed.
@@ -323,7 +323,7 @@ def remove_marked(task: Task) -> None:
                 continue
             task.counts.drop("duplicate")
             if dropped is not None:
-                survivor = kept_of[number]
+                survivor = survivor_of[number]
                 more: dict[str, Any] = {"duplicate_of": names.name(int(survivor["kept"]))}
                 if not np.isnan(survivor["jaccard"]):
                     more["jaccard"] = round(float(survivor["jaccard"]), 6)

@@ -203,7 +203,7 @@ def _low_bytes(signature: U32) -> npt.NDArray[np.uint8]:
     return signature.astype(np.uint8)
 
 
-def match_to_kept(
+def match_to_survivors(
     buckets: Sequence[Sequence[int]],
     similarity: Similarity,
     estimate: SimilarEstimate,
@@ -227,7 +227,7 @@ def match_to_kept(
     for number, bucket in enumerate(buckets):
         for document in bucket:
             places.setdefault(document, []).append(number)
-    kept: list[int] = []
+    survivors: list[int] = []
     rows_of = [_Rows() for _ in buckets]
     for document in sorted(places):
         numbers = places[document]
@@ -235,12 +235,12 @@ def match_to_kept(
         if len(rows) > ALL_PAIRS:
             rows = estimate.select(document, rows)
         for row in rows.tolist():
-            if (index := similarity(kept[row], document)) >= threshold:
-                yield Pair(main=kept[row], other=document, jaccard=index)
+            if (index := similarity(survivors[row], document)) >= threshold:
+                yield Pair(main=survivors[row], other=document, jaccard=index)
                 break
         else:
             row = estimate.add(document)
-            kept.append(document)
+            survivors.append(document)
             for number in numbers:
                 if rounds < 0 or rows_of[number].count < rounds:
                     rows_of[number].add(row)

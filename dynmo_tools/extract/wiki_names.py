@@ -1,7 +1,7 @@
 """Names of namespaces and languages, by which a link of a wiki is a file, a category, another language, or text.
 
 A dump states the names of its namespaces, but not their aliases, which most pages of some wikis use: the dump of the
-Chinese Wikipedia says ``Category``, its pages ``分类``. The aliases of MediaWiki's translations are listed here.
+Chinese Wikipedia has ``Category``, its pages ``分类``. The aliases of MediaWiki's translations are listed here.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class WikiNames:
         """What a link with this target shows; a target with a leading colon is text."""
         prefix, colon, rest = title.partition(":")
         name = _normal(prefix)
-        # A colon within a title is no prefix: [[Re:Zero]], [[Halo: Reach]].
+        # A colon within a title does not end a prefix: [[Re:Zero]], [[Halo: Reach]].
         if not colon or not name or not rest.strip():
             return LinkKind.TEXT
         if name in self.categories:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from .._common.document import MAX_SIZE
 from .._common.errors import MissingExtraError, UsageError
 from ..config.options import setting
-from ..config.settings import MAX_SEED, Engine, tokenizer_in
+from ..config.settings import MAX_SEED, Engine
+from ..config.tokenizer_paths import tokenizer_in
 from .base import DocumentFilter, FilterResult, FilterSettings
 
 if TYPE_CHECKING:

@@ -191,7 +191,7 @@ def open_read(path: Path, frame: int = 0) -> IO[bytes]:
 
 
 def trailing_bytes(path: Path) -> tuple[int, int] | None:
-    """The offset and number of bytes after the last gzip member of a file that are no member; None without any.
+    """The offset and number of bytes after the last gzip member of a file that do not begin one; None without any.
 
     The whole file is decompressed once more: this is for the message of a file that could not be read.
     """

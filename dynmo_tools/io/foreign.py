@@ -60,7 +60,7 @@ def is_scheme(name: str) -> bool:
 
 
 def hint_of_absent(name: str) -> str:
-    """The remedy for an input that is no file: an address, a dataset of the hub; empty for others."""
+    """The remedy for an input that does not exist as a file: an address, a dataset of the hub; empty for others."""
     if address := _ADDRESS.match(name):
         scheme, rest = address[1].lower(), address[2]
         command = {

@@ -226,7 +226,7 @@ def _check_trailing(path: Path, error: Exception) -> None:
         begin, count = found
         raise DynmoError(
             f"{path}: the gzip stream is complete, but {count:,} bytes after it, from byte {begin}, are not gzip; "
-            f"if they are no data, remove them: head -c {begin} {path} > OTHER.gz; none of its documents were written"
+            f"if they are not data, remove them: head -c {begin} {path} > OTHER.gz; none of its documents were written"
         ) from error
 
 

@@ -25,7 +25,8 @@ import numpy.typing as npt
 from .._common.document import check_regular
 from .._common.errors import MissingExtraError, UsageError
 from .._common.protobuf import protobuf_fields
-from ..config.settings import Engine, TokenizerType
+from ..config.settings import Engine
+from ..config.tokenizer_paths import TokenizerType
 from .definitions import Definition, bert_definition, gpt2_definition, read_definition, read_vocabulary
 
 # Growth of the process after which gigatoken is renewed: its cache of words has no limit.

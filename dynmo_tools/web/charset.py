@@ -57,8 +57,8 @@ DAMAGED_SHARE = 0.3  # of the characters beyond ASCII; text of another encoding 
 # Evidence that each guess needs, as a share of the characters beyond ASCII. Text of another encoding has about a third.
 KANA_SHARE, COMMON_SHARE, LETTER_SHARE = 0.2, 0.6, 0.55
 SAMPLE_BYTES = 1 << 16
-# Frequent letters beyond ASCII of the languages that each code page was made for. Words of the first group have these
-# letters only; words of the second have them between ASCII letters. Of equal shares, the first code page is taken.
+# Frequent letters beyond ASCII of the languages that each code page was made for. In the first group, words have these
+# letters only; in the second, they have them between ASCII letters. Of equal shares, the first code page is taken.
 OTHER_SCRIPTS = {
     "cp1251": "оеаинтсрвлкмдпуяыьгзбчйі",
     "koi8-r": "оеаинтсрвлкмдпуяыьгзбчй",

@@ -112,13 +112,13 @@ def test_dedup_keeps_a_document_that_only_a_chain_connects(prep, tmp_path):
     source, output = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     dropped = tmp_path / "dropped.jsonl"
     assert prep("dedup", source, "-o", output, "--save-dropped", dropped)[0] == 0
-    kept = {row["url"]: row["text"] for row in read(output)}
-    assert 8 < len(kept) < 25
-    assert len(kept) + len(read(dropped)) == 60
+    survivors = {row["url"]: row["text"] for row in read(output)}
+    assert 8 < len(survivors) < 25
+    assert len(survivors) + len(read(dropped)) == 60
     for row in read(dropped):
-        assert jaccard(kept[row["duplicate_of"]], row["text"], 5) == pytest.approx(row["jaccard"], abs=1e-6)
+        assert jaccard(survivors[row["duplicate_of"]], row["text"], 5) == pytest.approx(row["jaccard"], abs=1e-6)
         assert row["jaccard"] >= 0.9
-    for first, second in itertools.combinations(kept.values(), 2):
+    for first, second in itertools.combinations(survivors.values(), 2):
         assert jaccard(first, second, 5) < 0.92  # some pairs near the threshold share no band
     code, out, _ = prep(
         "dedup", source, "-o", output, "--grouping", "connected", "--save-dropped", dropped, "--overwrite"

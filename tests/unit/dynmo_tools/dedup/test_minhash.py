@@ -21,7 +21,7 @@ from dynmo_tools.dedup.verify import (
     SimilarityCache,
     match_bucket,
     match_group,
-    match_to_kept,
+    match_to_survivors,
 )
 
 WORDS = [f"{a}{b}" for a in ("ba", "ke", "li", "mo", "nu", "sa") for b in ("rt", "n", "ss", "x", "ck")]
@@ -205,8 +205,8 @@ def test_match_group_with_all_pairs_matches_brute_force(tmp_path):
 
 
 @pytest.mark.parametrize(("kinds", "divisor"), [(4, "union"), (80, "union"), (80, "max"), (80, "min")])
-def test_every_removed_document_is_similar_to_a_kept_one(monkeypatch, kinds, divisor):
-    """As a plain search in document order, whether few or many documents are kept in one bucket."""
+def test_every_removed_document_is_similar_to_a_survivor(monkeypatch, kinds, divisor):
+    """As a plain search in document order, whether few or many documents are survivors in one bucket."""
     monkeypatch.setattr("dynmo_tools.dedup.verify.ALL_PAIRS", 8)
     rng = random.Random(kinds)
     bases = [" ".join(rng.choices(WORDS, k=60)) for _ in range(kinds)]
@@ -220,15 +220,15 @@ def test_every_removed_document_is_similar_to_a_kept_one(monkeypatch, kinds, div
         return jaccard(made[first], made[second], 5, divisor)
 
     estimate = SimilarEstimate(signatures.__getitem__, 0.93, divisor)
-    found = {p.other: p.main for p in match_to_kept(buckets_, similarity, estimate, threshold=0.93, rounds=-1)}
+    found = {p.other: p.main for p in match_to_survivors(buckets_, similarity, estimate, threshold=0.93, rounds=-1)}
     num_compared = len(compared)
-    kept, expected = [], {}
+    survivors, expected = [], {}
     for at in range(160):
-        similar = [other for other in kept if jaccard(made[other], made[at], 5, divisor) >= 0.93]
+        similar = [other for other in survivors if jaccard(made[other], made[at], 5, divisor) >= 0.93]
         if similar:
             expected[at] = similar[0]
         else:
-            kept.append(at)
+            survivors.append(at)
     assert found == expected
     assert 40 < len(expected) < 155
     # Signatures exclude nearly all others where they bound the index.

@@ -163,7 +163,7 @@ QWEN_SPLIT = (
 def test_recent_characters_have_the_ids_of_tokenizers(tmp_path):
     """Letters and digits of Unicode 15 to 17, which are unknown to the tables of one library."""
     signs = characters_of_bytes()
-    # A merge across the boundary of a word that one table has: the ids tell whether it is there.
+    # A merge across the boundary of a word that one table has: the ids depend on it.
     merges = [[first, signs[lead]] for first in "a1!" for lead in range(0xC2, 0xF5)]
     ids = {token: number for number, token in enumerate([*signs, *map("".join, merges)])}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}

@@ -25,7 +25,7 @@ TEXTS = {
     "pl": "Wcześnie rano dzieci poszły ścieżką do szkoły, śpiewając pieśń.",
     "tr": "Sabah çocuklar nehir boyunca yürüyüp eski köyün okuluna gitti, ışık azdı.",
 }
-# Language, encoding of the bytes, and whether the bytes alone tell it.
+# Language, encoding of the bytes, and whether the bytes alone determine it.
 ENCODINGS = (
     ("ru", "windows-1251", True), ("ru", "koi8-r", True), ("ru", "ibm866", True), ("ru", "iso-8859-5", True),
     ("el", "windows-1253", True), ("he", "windows-1255", True), ("ar", "windows-1256", True),
