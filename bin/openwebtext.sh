@@ -34,7 +34,7 @@ else
   pages=$(cd "$OLDPWD" && realpath --canonicalize-missing "${PAGES:?$0: set PAGES to the files of pages}")
 fi
 dynmo-prep merge "$pages" -o merged.jsonl.zst "${run[@]}"
-dynmo-prep clean merged.jsonl.zst -o clean.jsonl.zst --min-tokens "${MIN_TOKENS:-128}" "${run[@]}"
+dynmo-prep clean merged.jsonl.zst -o clean.jsonl.zst --normalize --min-tokens "${MIN_TOKENS:-128}" "${run[@]}"
 dynmo-prep find-duplicates clean.jsonl.zst -o pairs.jsonl "${run[@]}"
 dynmo-prep group-duplicates pairs.jsonl -o groups.jsonl --threshold "${SIMILARITY:-0.9}" --overwrite
 dynmo-prep remove-duplicates clean.jsonl.zst -o unique.jsonl.zst --groups groups.jsonl "${run[@]}"

@@ -21,7 +21,16 @@ POSITIONAL_FILES = {
     "remove-duplicates": ("--groups", "", "--output"),
 }
 """Steps whose Megatron tool has positional files, and the flag of each position here."""
-RENAMED_FLAGS = {("add-id", "--input-file"): "--input", ("add-id", "--output-file"): "--output"}
+RENAMED_FLAGS = {
+    ("add-id", "--input-file"): "--input",
+    ("add-id", "--output-file"): "--output",
+    ("extract-wiki", "--processes"): "--workers",
+}
+# Flags of WikiExtractor.py without effect here, and their number of values: articles are JSON, templates are not
+# expanded, and the output is one file.
+IGNORED_FLAGS = {"--json": 0, "--no-templates": 0, "--no_templates": 0, "-q": 0, "--quiet": 0, "-b": 1, "--bytes": 1}
+FILE_ENDINGS = (".jsonl", ".json", ".txt", ".gz", ".xz", ".bz2", ".zst")
+"""Extensions of an output that is a file; WikiExtractor's is a folder."""
 
 
 def expand_list_flags(arguments: Sequence[str]) -> list[str]:
@@ -51,10 +60,13 @@ def from_classic_syntax(arguments: Sequence[str]) -> list[str]:
 
     ``find-duplicates --inputs FILE KEY ...`` gives files and the keys of their document ids, ``decontaminate
     --dedup-dataset FILE KEY`` a file and the key of its text, ``--lambada-path FILE`` a task's file, and ``merge
-    --json_path FOLDER`` the ``.json`` files of a folder. Commands with files only are read by ``POSITIONAL_FILES``.
+    --json_path FOLDER`` the ``.json`` files of a folder. ``extract-wiki --json`` writes into a folder. Commands with
+    files only are read by ``POSITIONAL_FILES``.
     """
     if positional := _from_positional(arguments):
         return positional
+    if arguments[:1] == ["extract-wiki"] and "--json" in arguments:
+        arguments = _from_wiki_extractor(arguments)
     step = next((argument for argument in arguments if not argument.startswith("-")), None)
     expanded: list[str] = []
     remaining = list(arguments)
@@ -82,6 +94,25 @@ def from_classic_syntax(arguments: Sequence[str]) -> list[str]:
             continue
         del remaining[: len(values)]
     return expanded
+
+
+def _from_wiki_extractor(arguments: Sequence[str]) -> list[str]:
+    """Translate a line of ``WikiExtractor.py --json``, whose output is a folder: ``wiki/AA/wiki_00``."""
+    translated: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        if word in IGNORED_FLAGS:
+            del remaining[: IGNORED_FLAGS[word]]
+        elif word in ("-o", "--output") and remaining and not remaining[0].endswith(FILE_ENDINGS):
+            folder = remaining.pop(0)
+            translated += [word, os.path.join(folder, "AA", "wiki_00")]
+            # Not within the folder: its files are read as "wiki/*/wiki_*".
+            if "--work-dir" not in arguments:
+                translated += ["--work-dir", f"{folder.rstrip('/')}.work"]
+        else:
+            translated.append(word)
+    return translated
 
 
 def _from_positional(arguments: Sequence[str]) -> list[str]:

@@ -391,7 +391,7 @@ def group_duplicates(
     overwrite: OverwriteOption = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Group near-duplicates by their pairs."""
+    """Group near-duplicates that their pairs connect; documents at the ends of a chain may differ."""
     from ..dedup.groups import write_groups
     from ..io.paths import check_new_outputs
 

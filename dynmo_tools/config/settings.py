@@ -16,6 +16,7 @@ from .._common.document import (
 from .._common.errors import UsageError
 from .._common.sentencepiece_json import tokenizer_file_of
 from .options import setting
+from .tokenizer_paths import TokenizerType, check_is_local, tokenizer_in
 
 EXECUTION, ERRORS = "Execution", "Existing outputs and invalid lines"
 """Sections of help pages."""
@@ -140,9 +141,16 @@ class FindDuplicatesSettings(MatchSettings):
     """List pairs of near-duplicates. MinHash bands select candidates, their exact Jaccard index decides."""
 
 
+class Grouping(StrEnum):
+    """Groups of duplicates."""
+
+    SIMILAR = "similar"
+    CONNECTED = "connected"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DedupSettings(MatchSettings):
-    """Remove near-duplicates except the first of each group: find, group and remove in one step."""
+    """Remove near-duplicates except the first of each group, in one step."""
 
     # The threshold that Megatron's README uses for groups.
     threshold: float = setting(
@@ -150,6 +158,13 @@ class DedupSettings(MatchSettings):
         help="Minimum Jaccard index of duplicates, by character shingles (0 to 1).",
         minimum=0,
         maximum=1,
+    )
+    grouping: Grouping = setting(
+        Grouping.SIMILAR,
+        help="Each removed document is similar to the kept one, or connected with it by a chain of similar ones.",
+    )
+    save_dropped: Path | None = setting(
+        None, output=True, help="File for the removed documents, each with the name of the kept one."
     )
 
 
@@ -339,30 +354,12 @@ class TokenDtype(StrEnum):
     INT64 = "int64"
 
 
-class TokenizerType(StrEnum):
-    """Tokenizer types of binarize, with Megatron's names."""
-
-    HUGGING_FACE = "HuggingFaceTokenizer"
-    GPT2 = "GPT2BPETokenizer"
-    BERT_LOWER = "BertWordPieceLowerCase"
-    BERT_CASE = "BertWordPieceCase"
-    SENTENCE_PIECE = "SentencePieceTokenizer"
-    LLAMA = "Llama2Tokenizer"
-    WHITESPACE = "WhitespaceVocab"
-
-
 class Engine(StrEnum):
     """Library that runs a BPE tokenizer; all give the same ids."""
 
     AUTO = "auto"
     GIGATOKEN = "gigatoken"
     TOKENIZERS = "tokenizers"
-
-
-def tokenizer_in(path: Path, kind: TokenizerType = TokenizerType.HUGGING_FACE) -> Path:
-    """The tokenizer's file in a directory, such as a model's of Hugging Face; another path itself."""
-    has_pieces = kind in (TokenizerType.SENTENCE_PIECE, TokenizerType.LLAMA)
-    return path / ("tokenizer.model" if has_pieces else "tokenizer.json") if path.is_dir() else path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,7 +403,10 @@ class BinarizeSettings:
         IndexForm.MMAP, help="Form of the index; cached and lazy are identical.", rare=True
     )
     engine: Engine = setting(
-        Engine.AUTO, data=False, help="Library that runs BPE; auto prefers gigatoken. The ids are the same.", rare=True
+        Engine.AUTO,
+        data=False,
+        help="Library that runs BPE; auto prefers gigatoken. The ids are the same: recent characters use tokenizers.",
+        rare=True,
     )
 
     def data_prefix(self, output: Path, key: str) -> Path:
@@ -472,6 +472,7 @@ class BinarizeChatSettings:
 
     def __post_init__(self) -> None:
         """Find the files next to the tokenizer, so that the task manifest and the sidecar state them."""
+        check_is_local(self.tokenizer, "tokenizer.json")
         object.__setattr__(self, "tokenizer", tokenizer_file_of(self.tokenizer))
         if self.tokenizer_config is None and (found := self.tokenizer.with_name("tokenizer_config.json")).is_file():
             object.__setattr__(self, "tokenizer_config", found)
@@ -572,7 +573,7 @@ class RunSettings:
     )
     task_bytes: int = setting(
         64 << 20,
-        help="Bytes per task of uncompressed inputs; tasks at the end of the last input are smaller.",
+        help="Bytes of text per task; tasks at the end of the last input are smaller.",
         minimum=1,
         maximum=MAX_BYTES,
         panel=EXECUTION,

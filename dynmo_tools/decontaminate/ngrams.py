@@ -7,7 +7,6 @@ in a bit map of the dictionary's values. The bit map selects candidates, the wor
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-WORD = re.compile(r"\w+")
+from ..tokenization.scripts import has_spaces, units_per_word, word_spans, words_of
+
 # 2^64 / golden ratio, odd: multiplication is a bijection of 64-bit numbers.
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # The map has 64 to 128 entries per n-gram, so less than 2 % of other windows are candidates.
@@ -36,33 +36,40 @@ class NgramSizes:
 
 
 def split_words(text: str) -> list[str]:
-    """The lower-cased words of ``text``."""
-    return WORD.findall(text.lower())
+    """The lower-cased words of ``text``, by the rules of their scripts."""
+    return words_of(text.lower())
 
 
 def word_starts(text: str) -> list[int]:
-    """The character offset of each word of ``split_words`` in ``text``.
+    """The character offset of each word of ``split_words`` in ``text``."""
+    return [begin for begin, _ in split_spans(text)]
+
+
+def split_spans(text: str) -> list[tuple[int, int]]:
+    """The begin and end of each word of ``split_words`` in ``text``, in characters.
 
     Some characters become two when lower-cased; the offsets are converted back to the text.
     """
     # Words are found in the lower-cased text, as in Megatron's tool, which takes their offsets for those of the text.
     lower = text.lower()
-    starts = [match.start() for match in WORD.finditer(lower)]
+    spans = word_spans(lower)
     if len(lower) == len(text):
-        return starts
+        return spans
     origin = [at for at, character in enumerate(text) for _ in character.lower()]
-    return [origin[start] for start in starts]
+    return [(origin[begin], origin[end - 1] + 1) for begin, end in spans]
 
 
 def ngrams_of(text: str, sizes: NgramSizes) -> Iterator[str]:
     """The n-grams of a task's text: all of the maximum size, or the complete text if it is shorter than that."""
     words = split_words(text)
-    if len(words) < sizes.min_words:
+    scale = units_per_word(words)
+    min_units, max_units = sizes.min_words * scale, sizes.max_words * scale
+    if len(words) < min_units:
         return
-    if len(words) < sizes.max_words:
+    if len(words) < max_units:
         yield " ".join(words)
-    for at in range(len(words) - sizes.max_words + 1):
-        yield " ".join(words[at : at + sizes.max_words])
+    for at in range(len(words) - max_units + 1):
+        yield " ".join(words[at : at + max_units])
 
 
 class NgramMatch(NamedTuple):
@@ -75,6 +82,14 @@ class NgramMatch(NamedTuple):
 
     word: int
     ngram: str
+
+    def length(self, spans: Sequence[tuple[int, int]]) -> int:
+        """The number of characters of the n-gram in a text with these spans of words."""
+        words = self.ngram.split(" ")
+        # As Megatron's tool: its words joined by single spaces, whatever is between them in the text.
+        if has_spaces(words):
+            return len(self.ngram)
+        return spans[self.word + len(words) - 1][1] - spans[self.word][0]
 
 
 def _as_numbers(
@@ -108,6 +123,26 @@ def _as_numbers(
         first = ngram.find(" ")
         rest = ngram[first + 1 :] + " " if first >= 0 else None
     return np.asarray(stream, dtype=np.uint64), np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+
+
+class ScriptFinder:
+    """Searches texts for the n-grams of a dictionary, those of scripts with several units per word separately.
+
+    Args:
+        ngrams: the dictionary.
+        max_words: maximum words per n-gram.
+    """
+
+    def __init__(self, ngrams: Iterable[str], max_words: int) -> None:
+        groups: dict[int, list[str]] = {1: []}
+        for ngram in ngrams:
+            groups.setdefault(units_per_word(ngram.split(" ")), []).append(ngram)
+        self._finders = [NgramFinder(group, max_words * scale) for scale, group in groups.items()]
+
+    def first(self, words: Sequence[str]) -> NgramMatch | None:
+        """The first n-gram in ``words``; None if there is none."""
+        found = [match for finder in self._finders if (match := finder.first(words)) is not None]
+        return min(found, key=lambda match: match.word, default=None)
 
 
 class NgramFinder:

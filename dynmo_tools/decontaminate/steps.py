@@ -28,9 +28,9 @@ from ..io.jsonl import MAX_KEYS, Row, encode_text, exact_integer, path_of, read_
 from ..runner.parts import records_kind, with_value
 from ..runner.task import Phase, Task, read_marker
 from ..runner.task_manifest import TaskManifest
-from .ngrams import NgramFinder, NgramSizes, ngrams_of, split_words, word_starts
+from ..tokenization.scripts import ends_clause, has_spaces
+from .ngrams import NgramSizes, ScriptFinder, ngrams_of, split_spans, split_words
 
-SENTENCE_ENDS = ".!?"
 FORMAT, VERSION = "dynmo.ngrams", 1
 # Within the value of a task's key: answers of some task files are objects around the text.
 TEXT_KEYS = ("text", "input_text", "question")
@@ -91,21 +91,21 @@ def split_around(text: str, start: int, length: int, margin: int) -> tuple[str, 
     Args:
         text: the document.
         start: offset of the n-gram, in characters.
-        length: characters of the n-gram, its words joined by single spaces.
+        length: characters of the n-gram.
         margin: minimum characters to remove on each side.
     """
     # Megatron's rule: from the margin outwards to a sentence end, whose sign stays on the left only.
     at = start - margin
-    while at > 0 and text[at] not in SENTENCE_ENDS:
+    while at > 0 and not ends_clause(text, at):
         at -= 1
     left = text[: at + 1] if at > 0 else ""
     at = start + length + margin
-    while at < len(text) and text[at] not in SENTENCE_ENDS:
+    while at < len(text) and not ends_clause(text, at):
         at += 1
     return left, text[at + 1 :]
 
 
-def clean_pieces(text: str, finder: NgramFinder, margin: int, min_characters: int) -> list[str]:
+def clean_pieces(text: str, finder: ScriptFinder, margin: int, min_characters: int) -> list[str]:
     """The pieces of ``text`` without n-grams, each longer than ``min_characters`` unless it is the complete text.
 
     Args:
@@ -123,14 +123,15 @@ def clean_pieces(text: str, finder: NgramFinder, margin: int, min_characters: in
         hit = finder.first(split_words(waiting))
         if hit is None:
             return [*pieces, waiting]
-        left, right = split_around(waiting, word_starts(waiting)[hit.word], len(hit.ngram), margin)
+        spans = split_spans(waiting)
+        left, right = split_around(waiting, spans[hit.word][0], hit.length(spans), margin)
         if len(left) > min_characters:
             pieces.append(left)
         waiting = right if len(right) > min_characters else ""
     return pieces if pieces or text else [""]
 
 
-def find_all(text: str, finder: NgramFinder) -> set[str]:
+def find_all(text: str, finder: ScriptFinder) -> set[str]:
     """The n-grams in ``text``; the search resumes after each one."""
     found = set()
     waiting = text
@@ -139,7 +140,9 @@ def find_all(text: str, finder: NgramFinder) -> set[str]:
         if hit is None:
             break
         found.add(hit.ngram)
-        waiting = waiting[word_starts(waiting)[hit.word] + len(hit.ngram) + 1 :]
+        spans = split_spans(waiting)
+        # One character more is the space after it, as in Megatron's tool; other scripts have none.
+        waiting = waiting[spans[hit.word][0] + hit.length(spans) + has_spaces(hit.ngram.split(" ")) :]
     return found
 
 
@@ -170,9 +173,16 @@ def make_dictionary(task: Task) -> None:
     elif settings.task:
         sizes = NgramSizes(min_words=settings.min_ngram_size, max_words=settings.max_ngram_size)
         chosen = [parse_task(text) for text in settings.task]
-        texts = (text for _, path, keys in chosen for text in read_task(path, keys))
-        # Distinct and in order: a set of strings has another order in every process.
-        ngrams = list(dict.fromkeys(ngram for text in texts for ngram in ngrams_of(text, sizes)))
+        found: dict[str, None] = {}  # distinct and in order: a set of strings has another order in every process
+        num_short = 0
+        for text in (text for _, path, keys in chosen for text in read_task(path, keys)):
+            of_text = dict.fromkeys(ngrams_of(text, sizes))
+            num_short += not of_text
+            found |= of_text
+        ngrams = list(found)
+        if num_short:
+            # Their copies stay in the documents.
+            task.facts["short_texts"] = num_short
     else:
         raise UsageError("decontaminate: no tasks; use --task NAME=FILE, or --load-dictionary FILE")
     task.create(task.part("all-ngrams.json")).write(json.dumps(ngrams, ensure_ascii=False).encode())
@@ -180,11 +190,11 @@ def make_dictionary(task: Task) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _made_finder(encoded: bytes, max_words: int) -> NgramFinder:
-    return NgramFinder(json.loads(encoded), max_words)
+def _made_finder(encoded: bytes, max_words: int) -> ScriptFinder:
+    return ScriptFinder(json.loads(encoded), max_words)
 
 
-def _finder(task: Task, kind: str) -> NgramFinder:
+def _finder(task: Task, kind: str) -> ScriptFinder:
     """The dictionary of a part, built once per process; both passes share it if no n-gram is common."""
     return _made_finder(task.part(kind, 0).read_bytes(), task.job.settings.max_ngram_size)
 

@@ -135,6 +135,11 @@ class SignatureStore:
         begin, end = self._offsets[part][at : at + 2].tolist()
         return self._texts[part][begin:end].decode()
 
+    def signature(self, index: int) -> U32:
+        """The signature of the document with the number ``index``, over all parts: ``[num_seeds]``."""
+        part = bisect.bisect_right(self.first, index) - 1
+        return np.asarray(self._signatures[part][index - self.first[part]])
+
     def key_blocks(self, band: int, num_bands: int) -> Iterator[U64]:
         """The keys of all documents in one band.
 

@@ -25,6 +25,8 @@ from .shingles import U32, U64, code_points, hash_whole, hash_windows
 SCHEME = "affine32"
 # A block of hashes and its permuted copy take 512 KiB, so all permutations run within the CPU cache.
 BLOCK_SHINGLES = 1 << 16
+LONG_CHARACTERS = 1 << 20
+"""Longer texts are signed in pieces."""
 # What datasketch starts with: the maximum, which no minimum exceeds.
 EMPTY = np.uint32(0xFFFFFFFF)
 
@@ -124,6 +126,19 @@ def sign_hashes(hashes: U32, counts: npt.NDArray[np.int64], perms: Permutations)
     return signatures
 
 
+def sign_long(text: str, length: int, perms: Permutations) -> U32:
+    """Compute the signature of a text in pieces ``[1, num_seeds]``: hashes of all shingles take 20 times its bytes.
+
+    Args:
+        text: the text, not shorter than a shingle.
+        length: characters per shingle.
+        perms: result of ``permutations``.
+    """
+    # Pieces overlap by a shingle less one character, so together they have its shingles.
+    pieces = (text[at : at + LONG_CHARACTERS + length - 1] for at in range(0, len(text) - length + 1, LONG_CHARACTERS))
+    return functools.reduce(np.minimum, (sign([piece], length, perms) for piece in pieces))
+
+
 def sign(texts: Sequence[str], length: int, perms: Permutations) -> U32:
     """Compute the signatures of texts, in blocks that fit into the CPU cache.
 
@@ -139,6 +154,12 @@ def sign(texts: Sequence[str], length: int, perms: Permutations) -> U32:
     waiting: list[str] = []
     size = 0
     for text in texts:
+        if len(text) > LONG_CHARACTERS + length:
+            if waiting:
+                blocks.append(sign_hashes(*joined_hashes(waiting, length), perms))
+                waiting, size = [], 0
+            blocks.append(sign_long(text, length, perms))
+            continue
         waiting.append(text)
         size += len(text)
         if size >= BLOCK_SHINGLES:

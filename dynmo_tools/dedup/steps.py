@@ -15,22 +15,26 @@ components share no band and are never compared, so the verify tasks are indepen
 are on disk; memory holds 4 or 8 bytes per document for the components and one byte for the marks.
 
 Documents are numbered in input order, after those of ``--load-fingerprints``. Pairs and groups are ordered by these
-numbers, so the first document of a group survives and the result does not depend on the number of tasks.
+numbers, so the first document of a group survives and the result does not depend on the number of tasks. ``dedup``
+removes a document only if it is similar to one that stays; pairs that connect a group by a chain do not (``verify``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ..config.settings import MatchSettings, RemoveDuplicatesSettings
+from ..config.settings import DedupSettings, Grouping, MatchSettings, RemoveDuplicatesSettings
 from ..io.atomic_write import open_atomic
 from ..io.jsonl import Row, exact_integer
-from ..runner.parts import join_parts, join_records, records_ending, records_kind
+from ..runner.parts import DroppedWriter, join_parts, join_records, records_ending, records_kind
 from ..runner.registry import MISSING_NAMES
 from ..runner.task import Phase, Task, read_marker
 from ..runner.task_manifest import TaskManifest
@@ -40,11 +44,12 @@ from .lsh import MEMBERS, SIZES, StoredBuckets, buckets, connect, groups_in_rang
 from .minhash import BLOCK_SHINGLES, permutations, sign
 from .sorted_pairs import PAIR, SortedPairs, read_pairs
 from .union_find import UnionFind, number_type
-from .verify import ShingleCache, match_group
+from .verify import Pair, ShingleCache, SimilarEstimate, match_group, match_to_survivors
 
 LINES, REPEATED = "lines.rows", "repeated.u64"
 FOUND = "found.i64"
-GROUPS, VERIFIED, REMOVED = "groups.int", "verified.pairs", "removed.u8"
+GROUPS, VERIFIED, REMOVED, SURVIVORS = "groups.int", "verified.pairs", "removed.u8", "survivors.rows"
+SURVIVOR = np.dtype([("kept", "<i8"), ("jaccard", "<f8")])
 # Tasks per slice, and limits. From the manifest, never from the number of workers: the phases of a resumed run must be
 # those of the interrupted one. Components differ in size, so more verify tasks balance the workers.
 BAND_TASKS, MAX_BAND_TASKS = 2, 10
@@ -209,31 +214,54 @@ def verify_groups(task: Task) -> None:
     cache = ShingleCache(documents.text, settings.shingle_characters)
     first, last = read_marker(task, "connect", 0)["result"]["cuts"][task.index : task.index + 2]
     roots = np.fromfile(task.part(GROUPS, 0), dtype=number_type(documents.count))
+    divisor, threshold, rounds = settings.jaccard.value, settings.threshold, settings.heuristic_iter
+
+    def similarity(one: int, other: int) -> float:
+        return cache.jaccard(one, other, divisor)
+
+    def pairs(group: list[list[int]]) -> Iterator[Pair]:
+        if _grouping(settings) is Grouping.SIMILAR:
+            estimate = SimilarEstimate(documents.signature, threshold, divisor)
+            return match_to_survivors(group, similarity, estimate, threshold=threshold, rounds=rounds)
+        # dedup needs groups only: pairs within a group that is known are not compared.
+        all_pairs = task.job.step == "find-duplicates"
+        return match_group(group, similarity, threshold=threshold, rounds=rounds, all_pairs=all_pairs)
+
     with SortedPairs(task.job.work / "parts") as found:
         for group in groups_in_range(_stored_buckets(task), roots, first, last):
-            for pair in match_group(
-                group,
-                lambda one, other: cache.jaccard(one, other, settings.jaccard.value),
-                threshold=settings.threshold,
-                rounds=settings.heuristic_iter,
-                # dedup needs groups only: pairs within a group that is known are not compared.
-                all_pairs=task.job.step == "find-duplicates",
-            ):
+            for pair in pairs(group):
                 found.add(pair.main, pair.other, pair.jaccard)
         writer = task.create(task.part(VERIFIED))
         for block in found.blocks():
             writer.write(block.tobytes())
 
 
+def _grouping(settings: MatchSettings) -> Grouping | None:
+    """The groups of ``dedup``; None for ``find-duplicates``, which lists pairs."""
+    return settings.grouping if isinstance(settings, DedupSettings) else None
+
+
 def mark_duplicate_documents(task: Task) -> None:
     """Task function: one byte per document of this run, 1 for documents to remove."""
-    settings: MatchSettings = task.job.settings
+    settings: DedupSettings = task.job.settings
     parts, before = _parts(task)
-    sets = UnionFind(sum(part.count for part in parts))
-    for index in range(_num_verify_tasks(task.manifest)):
-        pairs = np.fromfile(task.part(VERIFIED, index), dtype=PAIR)
-        sets.union_pairs(pairs["main"], pairs["other"])
-    removed, groups, largest = sets.non_first_members()
+    count = sum(part.count for part in parts)
+    verified = (
+        np.fromfile(task.part(VERIFIED, index), dtype=PAIR) for index in range(_num_verify_tasks(task.manifest))
+    )
+    mark = _mark_similar if settings.grouping is Grouping.SIMILAR else _mark_connected
+    if settings.save_dropped is None or not count:
+        removed, groups, largest = mark(verified, count, None)
+    else:
+        _write_repeated_names(task)
+        # Mapped: 16 bytes per document on disk, not in memory. Such a file must be open for reading, too.
+        path = task.part(SURVIVORS)
+        with open(path, "w+b") as handle:
+            handle.truncate(count * SURVIVOR.itemsize)
+            survivor_of = np.memmap(handle, dtype=SURVIVOR, mode="r+", shape=(count,))
+            removed, groups, largest = mark(verified, count, survivor_of)
+            survivor_of.flush()
+            os.fsync(handle.fileno())
     task.create(task.part(REMOVED)).write(removed[before:].tobytes())
     if settings.save_fingerprints is not None:
         save_parts(parts, settings.save_fingerprints, settings)
@@ -242,19 +270,64 @@ def mark_duplicate_documents(task: Task) -> None:
         task.facts["earlier_documents"] = before
 
 
+def _mark_similar(
+    verified: Iterable[npt.NDArray[np.void]], count: int, survivor_of: npt.NDArray[np.void] | None
+) -> tuple[npt.NDArray[np.uint8], int, int]:
+    """The documents to remove, of pairs of a kept and a removed one; the number of groups, and the largest."""
+    removed = np.zeros(count, dtype=np.uint8)
+    groups = largest = 0
+    for pairs in verified:
+        removed[pairs["other"]] = 1
+        if survivor_of is not None:
+            survivor_of["kept"][pairs["other"]] = pairs["main"]
+            survivor_of["jaccard"][pairs["other"]] = pairs["jaccard"]
+        # Each group is in one file: components are verified as a whole.
+        _, sizes = np.unique(pairs["main"], return_counts=True)
+        groups += len(sizes)
+        largest = max(largest, int(sizes.max(initial=-1)) + 1)
+    return removed, groups, largest
+
+
+def _mark_connected(
+    verified: Iterable[npt.NDArray[np.void]], count: int, survivor_of: npt.NDArray[np.void] | None
+) -> tuple[npt.NDArray[np.uint8], int, int]:
+    """As ``_mark_similar``, of pairs that connect the documents of a group."""
+    sets = UnionFind(count)
+    for pairs in verified:
+        sets.union_pairs(pairs["main"], pairs["other"])
+    found = sets.non_first_members()
+    if survivor_of is not None:
+        survivor_of["kept"], survivor_of["jaccard"] = sets.parents, np.nan  # the index of this pair was not computed
+    return found
+
+
 def remove_marked(task: Task) -> None:
-    """Task function: one slice without the marked documents."""
-    settings: MatchSettings = task.job.settings
+    """Task function: one slice without the marked documents, which go to ``--save-dropped``."""
+    settings: DedupSettings = task.job.settings
     begin = sum(_count(task, index) for index in range(task.index))
     count = _count(task, task.index)
     removed = np.fromfile(task.part(REMOVED, 0), dtype=np.uint8, offset=begin, count=count)
     writer = task.create(task.part(records_kind(task)))
-    # strict: the inputs are read a second time, and must still have the documents that were signed.
-    for drop, (row, _) in zip(removed, task.documents(settings.json_key), strict=True):
-        if drop:
+    with contextlib.ExitStack() as opened:
+        dropped = None
+        if settings.save_dropped is not None:
+            dropped = DroppedWriter(task)
+            first = _parts(task)[1] + begin
+            survivor_of = np.fromfile(task.part(SURVIVORS, 0), SURVIVOR, count, offset=first * SURVIVOR.itemsize)
+            repeated = np.fromfile(task.part(REPEATED, 0), dtype=np.uint64)
+            names = opened.enter_context(NameTable(_named_parts(task), repeated))
+        # strict: the inputs are read a second time, and must still have the documents that were signed.
+        for number, (drop, (row, _)) in enumerate(zip(removed, task.documents(settings.json_key), strict=True)):
+            if not drop:
+                task.write_row(writer, row.raw)
+                continue
             task.counts.drop("duplicate")
-        else:
-            task.write_row(writer, row.raw)
+            if dropped is not None:
+                survivor = survivor_of[number]
+                more: dict[str, Any] = {"duplicate_of": names.name(int(survivor["kept"]))}
+                if not np.isnan(survivor["jaccard"]):
+                    more["jaccard"] = round(float(survivor["jaccard"]), 6)
+                dropped.write(row, "duplicate", more)
 
 
 def _named_parts(task: Task) -> list[NamePart]:
@@ -271,6 +344,13 @@ def _named_parts(task: Task) -> list[NamePart]:
 def find_repeated_names(task: Task) -> None:
     """Task function: the names that several documents share."""
     settings: MatchSettings = task.job.settings
+    task.facts["repeated_names"] = _write_repeated_names(task)
+    if settings.save_fingerprints is not None:
+        save_parts(_parts(task)[0], settings.save_fingerprints, settings)
+
+
+def _write_repeated_names(task: Task) -> int:
+    """Write the digests of the names that several documents share; returns their number."""
     parts = _named_parts(task)
     loaded = len(parts) - len(task.manifest.tasks)
     for part in parts[:loaded]:
@@ -278,9 +358,7 @@ def find_repeated_names(task: Task) -> None:
             write_name_index(part.names, target)
     repeated = repeated_digests([part.lines for part in parts])
     task.create(task.part(REPEATED)).write(repeated.tobytes())
-    task.facts["repeated_names"] = len(repeated)
-    if settings.save_fingerprints is not None:
-        save_parts(_parts(task)[0], settings.save_fingerprints, settings)
+    return len(repeated)
 
 
 def list_pairs(task: Task) -> None:

@@ -10,7 +10,16 @@ from __future__ import annotations
 import functools
 import re
 
-REMOVED_MARK = "\x03"
+from .wiki_names import LinkKind, WikiNames
+
+REMOVED_MARK, FORMULA_MARK = "\x03", "\x04"
+# Signs that are not markup, as in <nowiki>, have a mark until the end; \x1c to \x1f would count as white space.
+_SIGNS = "<[]{}'|=*#:;&_!-"
+LITERAL_MARKS = dict(
+    zip(map(ord, _SIGNS), "\x05\x06\x07\x08\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19", strict=True)
+)
+ORIGINAL_SIGNS = {ord(mark): chr(sign) for sign, mark in LITERAL_MARKS.items()}
+FORMULAS = ("math", "ce", "chem")
 EXTENSIONS = (
     "ref", "references", "gallery", "math", "ce", "chem", "timeline", "syntaxhighlight", "source", "score",
     "imagemap", "hiero", "graph", "mapframe", "maplink", "templatestyles", "templatedata",
@@ -23,15 +32,21 @@ TAGS = (
     "td", "th", "time", "tr", "tt", "u", "ul", "var", "wbr",
 )  # fmt: skip
 LITERAL = ("nowiki", "pre")
+# Tags that end the line before them.
+BLOCKS = frozenset(
+    {"p", "div", "br", "hr", "blockquote", "center", "pre", "poem", "section", "ul", "ol", "li", "dl", "dt", "dd", "h1"}
+    | {"h2", "h3", "h4", "h5", "h6", "caption", "table", "tbody", "tr", "td", "th"}
+)
 # Possessive quantifiers (*+, ++) never backtrack: a page of unclosed quotes takes linear time.
 _BEGIN = re.compile(
     rf"<!--|<({'|'.join((*LITERAL, *EXTENSIONS))})(?=[\s/>])(?:[^<>\"]++|\"[^\"<]*+\")*+>", re.IGNORECASE
 )
-_TAG = re.compile(rf"</?(?:{'|'.join(TAGS)})(?:[\s/][^<>]*)?>", re.IGNORECASE)
+_TAG = re.compile(rf"</?({'|'.join(TAGS)})(?:[\s/][^<>]*)?>", re.IGNORECASE)
 _OPEN_TAG = re.compile(rf"</?(?:{'|'.join(EXTENSIONS)})\b[^\s<>]*", re.IGNORECASE)
+# An ampersand of an entity stays, so that the entity is decoded.
+_LITERAL_SIGNS = re.compile(r"&(?!#?\w+;)|(?<!&)#|[<\[\]{}'|=*:_!-]|(?<!\w);")
 _TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
 _LINK = re.compile(r"\[\[([^\[\]]*)\]\]")
-_MEDIA = re.compile(r"\s*(?:file|image|media|category)\s*:", re.IGNORECASE)
 _APOSTROPHE = re.compile(r"(?<=\w)'''(?=s\b)|(?<=s)'''(?= )")
 _QUOTES = re.compile(r"'{2,}")
 _STRAY = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}")
@@ -41,10 +56,10 @@ MAX_NESTING = 32
 
 
 def remove_extension_tags(markup: str) -> str:
-    """Remove comments and extension tags such as ``<ref>``; literal text (``<nowiki>``) stays.
+    """Remove comments and extension tags such as ``<ref>``; signs of literal text (``<nowiki>``) become marks.
 
     Tags within comments and literal text are ignored. ``REMOVED_MARK`` replaces a tag, so that the text after it does
-    not start a line and become a list.
+    not start a line and become a list; ``FORMULA_MARK`` replaces a formula.
     """
     pieces: list[str] = []
     unclosed: set[str] = set()  # searched once per name, so that a page of open tags takes linear time
@@ -63,9 +78,16 @@ def remove_extension_tags(markup: str) -> str:
             elif not found.group().endswith("/>"):
                 unclosed.add(name)
                 continue
-            if name not in LITERAL:
-                pieces += [markup[done : found.start()], REMOVED_MARK]
-                done = at
+            pieces += [markup[done : found.start()], REMOVED_MARK]
+            if name in FORMULAS:
+                pieces.append(FORMULA_MARK)
+            elif name in LITERAL and close is not None:
+                literal = markup[found.end() : close.start()]
+                # Entities are the only markup there; their end keeps its sign.
+                pieces.append(_LITERAL_SIGNS.sub(lambda sign: LITERAL_MARKS[ord(sign[0])], literal))
+                if name == "pre":
+                    pieces[-1] = f"\n{pieces[-1]}\n"
+            done = at
     return "".join([*pieces, markup[done:]])
 
 
@@ -74,27 +96,36 @@ def _closing(name: str) -> re.Pattern[str]:
     return re.compile(rf"</{name}\s*>", re.IGNORECASE)
 
 
-def remove_leftover_markup(text: str) -> str:
-    """Remove remaining templates and tables completely, and all other remaining markup except its words."""
+def remove_leftover_markup(text: str, names: WikiNames) -> str:
+    """Remove remaining templates and tables completely, and all other remaining markup except its words.
+
+    Args:
+        text: text with the markup that the parser did not recognize.
+        names: names of the wiki.
+    """
     text = text.replace(REMOVED_MARK, "")
     # Most pages have none: one search instead of eight substitutions.
     if _MAYBE.search(text) is None:
         return text
     for _ in range(MAX_NESTING):
-        shorter = _LINK.sub(_link_text, _TEMPLATE.sub("", text))
+        shorter = _LINK.sub(lambda found: _link_text(found, names), _TEMPLATE.sub("", text))
         if shorter == text:
             break
         text = shorter
     # Tables after tags: a tag before "{|" would hide that the table starts a line.
-    text = _remove_tables(_OPEN_TAG.sub("", _TAG.sub("", text)))
+    text = _remove_tables(_OPEN_TAG.sub("", _TAG.sub(_break, text)))
     return _QUOTES.sub("", _APOSTROPHE.sub("'", _STRAY.sub("", text)))
 
 
-def _link_text(found: re.Match[str]) -> str:
+def _link_text(found: re.Match[str], names: WikiNames) -> str:
     title, *parts = found.group(1).split("|")
-    if _MEDIA.match(title):
+    if names.link_kind(title) is not LinkKind.TEXT and not title.startswith(":"):
         return ""
     return parts[-1] if parts else title
+
+
+def _break(found: re.Match[str]) -> str:
+    return "\n" if found[1].lower() in BLOCKS else ""
 
 
 def _remove_tables(text: str) -> str:

@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 from .._common.errors import DynmoError
 from ..config.settings import ExtractWikiSettings
 from ..io.jsonl import encode_row
-from ..io.mediawiki_dump import Page, read_base, read_pages
+from ..io.mediawiki_dump import Page, read_pages, read_site
 from ..runner.parts import map_phases, records_kind
 from ..runner.task import Phase, Task
 from ..runner.task_manifest import TaskManifest
+from .wiki_names import WikiNames
 from .wikitext import text_of
 
 
@@ -29,12 +30,13 @@ def extract(task: Task) -> None:
     writer = task.create(task.part(records_kind(task)))
     path = task.slice.path
     try:
-        base = settings.url_base or read_base(path)
+        site = read_site(path)
+        base, names = settings.url_base or site.base, WikiNames.of(site.language, site.namespaces)
         for found in read_pages(task.slice):
             # Pages are not lines of JSON: they are counted here, by the bytes of their markup.
             task.count(found.markup)
             reason = _skip(found, settings)
-            text = "" if reason else text_of(found.markup, keep_lists=settings.lists)
+            text = "" if reason else text_of(found.markup, keep_lists=settings.lists, names=names)
             if reason or not text:
                 task.counts.drop(reason or "empty")
                 continue

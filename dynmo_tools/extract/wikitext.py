@@ -4,10 +4,12 @@
               (broken_markup)          (mwparserfromhell)       (broken_markup)
 
 The markup is split by the tokenizer of mwparserfromhell. Its node tree is not built: that takes ten times as long, and
-most nodes are dropped. Templates, tables, references, files and categories are dropped, except a few templates with
-running text. Sections without text lose their title, as in WikiExtractor.
+most nodes are dropped. Tables, references, files, categories and templates are dropped, except templates with running
+text (``wiki_templates``). A formula, or an unknown template within a sentence, becomes a placeholder: ``formula_1`` as
+in WikiExtractor, ``template_1``. Sections without text lose their title, as in WikiExtractor.
 """
 
+# ruff: noqa: RUF001 - punctuation of other scripts
 from __future__ import annotations
 
 import functools
@@ -20,25 +22,40 @@ from importlib import import_module
 from typing import Any
 
 from .._common.errors import MissingExtraError
-from .broken_markup import remove_extension_tags, remove_leftover_markup
+from .broken_markup import (
+    BLOCKS,
+    FORMULA_MARK,
+    LITERAL_MARKS,
+    ORIGINAL_SIGNS,
+    remove_extension_tags,
+    remove_leftover_markup,
+)
+from .wiki_names import LinkKind, WikiNames, convert_variants
+from .wiki_templates import template_text
 
 # Control characters are not allowed in XML, so no dump has them: marks cannot be confused with text.
-LIST_MARK, TITLE_MARK, LESS_MARK = "\x00", "\x01", "\x02"
+LIST_MARK, TITLE_MARK, TEMPLATE_MARK, TEMPLATE_SIGN = "\x00", "\x01", "\x02", "\x1a"
 DROPPED_TAGS = frozenset(
-    {"ref", "references", "table", "gallery", "math", "timeline", "syntaxhighlight", "source", "score", "imagemap"}
-    | {"style", "hiero", "chem", "graph", "mapframe", "templatestyles", "noinclude", "includeonly"}
+    {"ref", "references", "table", "gallery", "timeline", "syntaxhighlight", "source", "score", "imagemap"}
+    | {"style", "hiero", "graph", "mapframe", "templatestyles", "includeonly"}
 )
-# Templates within sentences: without their text, words would be missing. All others are boxes, notes and citations.
-LAST_VALUE_TEMPLATES = frozenset(
-    {"lang", "transl", "transliteration", "nowrap", "nobr", "small", "big", "visible anchor"}
-)
-SPACE_TEMPLATES = frozenset({"nbsp", "spaces", "snd", "spnd", "ndash", "mdash", "dash"})
-TWO_VALUE_TEMPLATES = frozenset({"convert", "cvt"})
-NAMESPACE_LINK = re.compile(r"^:?[a-z][\w -]*:\S", re.IGNORECASE)
-BEHAVIOUR_SWITCH = re.compile(r"__[A-Z]+__")
+FORMULA_TAGS = frozenset({"math", "chem", "ce"})
+PLACEHOLDERS = re.compile(f"{FORMULA_MARK}|{TEMPLATE_SIGN}")
+NO_MARKS = dict.fromkeys(map(ord, (TITLE_MARK, LIST_MARK, TEMPLATE_MARK)))
+ANY_WIKI = WikiNames.of("", {})
+# Upper-case in Latin, any letters in other scripts: __NOTOC__, __目次非表示__.
+BEHAVIOUR_SWITCH = re.compile(r"__(?:[A-Z]+|[^\W\da-zA-Z_][^\W\da-zA-Z]*?)__")
 # What dropped templates leave: "Kyoto (, ) is" for "Kyoto ({{lang|...}}, {{IPA|...}}) is".
-EMPTY_BRACKETS = re.compile(r"\s?\((?:\s|[,;:/])*\)|\s?\[\s*\]")
-LEADING_SEPARATORS = re.compile(r"\((?:\s*[,;])+\s*")
+EMPTY_BRACKETS = re.compile(r"\s?\((?:\s|[,;:/،؛])*\)|\s?\[\s*\]|（[\s,;:/、，；：]*）")
+LEADING_SEPARATORS = re.compile(r"([(（])(?:\s*[,;、，；،؛])+\s*")
+# An unknown template is a part of a sentence if words and a space precede it and words follow; it is a note if it
+# follows a word or full stop immediately, and an aside in brackets.
+INLINE_TEMPLATE = re.compile(
+    rf"(?<=[\w,\"'”»’] ){TEMPLATE_MARK}(?=[.,;:!?]? +[^\s)]|[.!?]$)"
+    rf"|(?<=[\u3040-\u30ff\u3400-\u9fff]){TEMPLATE_MARK}(?=[\u3040-\u30ff\u3400-\u9fff])"
+)
+TITLE_ENDS = tuple("!?.。！？।؟…:：")
+IDEOGRAPHS = re.compile("[\u3040-\u30ff\u3400-\u9fff]$")
 SPACED_COMMA = re.compile(r" +([,.;:!?)])")
 SPACES = re.compile(r"[ \t\xa0]+")
 # Token kinds that begin and end a node. Separators divide an open node.
@@ -100,9 +117,11 @@ class _Page:
 
     Args:
         markup: markup of the page.
+        names: names of the wiki.
     """
 
-    def __init__(self, markup: str) -> None:
+    def __init__(self, markup: str, names: WikiNames) -> None:
+        self._names = names
         self._markup_parser = language = markup_parser()
         self._tokens = tokens = language.tokenize(markup, CONTEXT, SKIP_STYLES)
         self._ends: dict[int, int] = {}
@@ -158,26 +177,25 @@ class _Page:
     def _template(self, opened: int, close: int) -> str:
         kinds = self._markup_parser.tokens
         separators = self._of_kind(opened, kinds.TemplateParamSeparator)
-        name = self._markup(opened + 1, separators[0] if separators else close).strip().lower()
-        if name in SPACE_TEMPLATES:
-            return " "
-        if name not in LAST_VALUE_TEMPLATES and name not in TWO_VALUE_TEMPLATES:
-            return ""
+        name = self._names.template_name(self._markup(opened + 1, separators[0] if separators else close))
         named = self._of_kind(opened, kinds.TemplateParamEquals)
         values = [
-            (begin + 1, end)
+            self.plain(begin + 1, end)
             for begin, end in itertools.pairwise([*separators, close])
             if not any(begin < at < end for at in named)
         ]
-        if name in LAST_VALUE_TEMPLATES:
-            return self.plain(*values[-1]) if values else ""
-        return " ".join(self.plain(*value) for value in values[:2]) if len(values) > 1 else ""
+        text = template_text(name, values)
+        if text is not None:
+            return text
+        # Boxes have a line for each value.
+        texts = (token["text"] for token in self._tokens[opened:close] if type(token) is self._markup_parser.text)
+        return "" if any("\n" in line for line in texts) else TEMPLATE_MARK
 
     def _link(self, opened: int, close: int) -> str:
         parts = self._parts.get(opened)
-        title = self._markup(opened + 1, parts[0] if parts else close)
-        # [[File:...]] and [[Category:...]] show no text here; a leading colon makes a link of them.
-        if NAMESPACE_LINK.match(title) and not title.startswith(":"):
+        title = self._markup(opened + 1, parts[0] if parts else close).strip()
+        # Other links with a prefix show it or their label: [[Help:Links]], [[wikt:word|word]], [[:Category:Physics]].
+        if not title.startswith(":") and self._names.link_kind(title) is not LinkKind.TEXT:
             return ""
         return self.plain(parts[0] + 1, close) if parts else title.removeprefix(":")
 
@@ -192,7 +210,7 @@ class _Page:
             character = chr(name2codepoint[value])
         else:
             character = chr(int(value, 16 if close == opened + 4 else 10))
-        return LESS_MARK if character == "<" else character  # an escaped "<" does not begin a tag
+        return LITERAL_MARKS.get(ord(character), character)  # an escaped "<" does not begin a tag
 
     def _heading(self, opened: int, close: int) -> str:
         return f"\n{TITLE_MARK}{self.plain(opened + 1, close).strip()}\n"
@@ -203,14 +221,18 @@ class _Page:
         name = self._markup(opened + 1, parts[0] if parts else close).strip().lower()
         if name in DROPPED_TAGS:
             return ""
+        if name in FORMULA_TAGS:
+            return FORMULA_MARK
         # Only those of wiki markup (*, #, ;, :), which have no end: their text follows as text of the line.
         if name in ("li", "dt", "dd") and self._tokens[opened].wiki_markup:
             return LIST_MARK
-        if name == "br":
-            return "\n"
         # Without a begin and an end, the tag closes itself and has no contents.
         contents = self._of_kind(opened, kinds.TagCloseOpen, kinds.TagOpenClose)
-        return self.plain(contents[0] + 1, contents[-1]) if len(contents) > 1 else ""
+        text = self.plain(contents[0] + 1, contents[-1]) if len(contents) > 1 else ""
+        if name == "li":
+            return f"\n{LIST_MARK}{text.strip()}\n"
+        # Words before and after a block are not one word.
+        return f"\n{text}\n" if name in BLOCKS else text
 
 
 def tidy(text: str, *, keep_lists: bool) -> str:
@@ -220,27 +242,45 @@ def tidy(text: str, *, keep_lists: bool) -> str:
         text: result of ``remove_leftover_markup``, with marks.
         keep_lists: keep list items, each as a line that starts with "- ".
     """
-    text = BEHAVIOUR_SWITCH.sub("", html.unescape(text.replace(LESS_MARK, "<")))
+    text = BEHAVIOUR_SWITCH.sub("", html.unescape(text))
     lines: list[str] = []
     title: str | None = None
     for line in text.split("\n"):
         if line.startswith(TITLE_MARK):
             # Held back: the next title replaces it if no text follows, as for sections of references only.
-            title = line[1:].strip()
+            title = line.translate(NO_MARKS).strip()
             continue
         listed = LIST_MARK in line
         line = SPACES.sub(" ", line.replace(LIST_MARK, "")).strip()
-        line = LEADING_SEPARATORS.sub("(", EMPTY_BRACKETS.sub("", line))
+        if TEMPLATE_MARK in line:
+            line = INLINE_TEMPLATE.sub(TEMPLATE_SIGN, line).replace(TEMPLATE_MARK, "")
+            line = SPACES.sub(" ", line)
+        line = LEADING_SEPARATORS.sub(r"\1", EMPTY_BRACKETS.sub("", line))
         line = SPACED_COMMA.sub(r"\1", line).strip()
         if not line or (listed and not keep_lists):
             continue
         if title:
-            lines.append(title if title[-1:] in "!?." else f"{title}.")
+            end = "。" if IDEOGRAPHS.search(title) else "."
+            lines.append(title if title.endswith(TITLE_ENDS) else f"{title}{end}")
         title = None
         lines.append(f"- {line}" if listed else line)
-    return "\n".join(lines)
+    return _numbered("\n".join(lines)).translate(ORIGINAL_SIGNS)
 
 
-def text_of(markup: str, *, keep_lists: bool = False) -> str:
-    """The plain text of a page's markup."""
-    return tidy(remove_leftover_markup(_Page(remove_extension_tags(markup)).plain()), keep_lists=keep_lists)
+def _numbered(text: str) -> str:
+    """Number the placeholders of a page, those of formulas and of templates from 1."""
+    counts = {FORMULA_MARK: itertools.count(1), TEMPLATE_SIGN: itertools.count(1)}
+    names = {FORMULA_MARK: "formula_", TEMPLATE_SIGN: "template_"}
+    return PLACEHOLDERS.sub(lambda found: f"{names[found[0]]}{next(counts[found[0]])}", text)
+
+
+def text_of(markup: str, *, keep_lists: bool = False, names: WikiNames = ANY_WIKI) -> str:
+    """The plain text of a page's markup.
+
+    Args:
+        markup: markup of the page.
+        keep_lists: keep list items, each as a line that starts with "- ".
+        names: names of the wiki.
+    """
+    markup = convert_variants(remove_extension_tags(markup), names.language)
+    return tidy(remove_leftover_markup(_Page(markup, names).plain(), names), keep_lists=keep_lists)

@@ -30,7 +30,7 @@ class FilterSettings:
     """Settings of every filter; subclasses add theirs. The docstring of a subclass is the help of its command."""
 
     json_key: str = setting("text", help="Key of the text in each document; dots address nested objects.")
-    save_dropped: Path | None = setting(None, output=True, help="File for the dropped documents.")
+    save_dropped: Path | None = setting(None, output=True, help="File for the dropped documents, with drop_reason.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
     text ─> ftfy ─> punctuation ─> empty? ─> short? ─> other language? ─> text to write
                                      └─────────┴───────────┴─ drop reason
 
-The verdicts and texts are those of Megatron's loop. The cost is not: texts that ftfy cannot change are not given to it,
-texts of 8 characters per token are not tokenized, and short texts are dropped before their language is detected.
+With ``--normalize`` the verdicts and texts are those of Megatron's loop. The cost is not: texts that ftfy cannot change
+are not given to it, texts of 8 characters per token are not tokenized, and short texts are dropped before their
+language is detected.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from .._common.document import MAX_SIZE
 from .._common.errors import MissingExtraError, UsageError
 from ..config.options import setting
-from ..config.settings import MAX_SEED, Engine, tokenizer_in
+from ..config.settings import MAX_SEED, Engine
+from ..config.tokenizer_paths import tokenizer_in
 from .base import DocumentFilter, FilterResult, FilterSettings
 
 if TYPE_CHECKING:
@@ -72,6 +74,9 @@ class CleanSettings(FilterSettings):
     tokenizer: Path | None = setting(
         None, file=True, help="tokenizer.json that counts tokens, or its folder [default: GPT-2's]"
     )
+    normalize: bool = setting(
+        False, help="Also apply ftfy's normalization: straight quotes, half-width forms, ligatures, newlines, NFC."
+    )
     punctuation: bool = setting(False, help="Replace typographic and full-width punctuation by ASCII.")
     seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
 
@@ -91,26 +96,41 @@ def is_plain(text: str) -> bool:
     return text.isprintable() or text.replace("\n", " ").replace("\t", " ").isprintable()
 
 
-@functools.lru_cache(maxsize=1)
-def _fixers() -> tuple[Callable[[str], str], Callable[[str], str]]:
+# Those of ftfy's defaults that change text without errors: full-width signs are the punctuation of Chinese and
+# Japanese, curly quotes that of most languages. FineWeb-2 leaves them out, too.
+NORMALIZATION_OFF: Mapping[str, Any] = {
+    "fix_latin_ligatures": False,
+    "fix_character_width": False,
+    "uncurl_quotes": False,
+    "fix_line_breaks": False,
+    "normalization": None,
+}
+
+
+@functools.lru_cache(maxsize=2)
+def _fixers(normalize: bool) -> tuple[Callable[[str], str], Callable[[str], str]]:
     """Two ftfy functions: with and without replacement of HTML entities."""
     try:
         import ftfy
     except ImportError as error:
         raise MissingExtraError("ftfy", "prep") from error
-    plain = ftfy.TextFixerConfig(explain=False)
+    plain = ftfy.TextFixerConfig(explain=False, **({} if normalize else NORMALIZATION_OFF))
     marked = plain._replace(unescape_html=False)
     return lambda text: str(ftfy.fix_text(text, plain)), lambda text: str(ftfy.fix_text(text, marked))
 
 
-def repair(text: str) -> str:
+def repair(text: str, *, normalize: bool = False) -> str:
     """``ftfy.fix_text`` on the lines that it can change; ftfy works line by line.
 
     ftfy replaces entities only up to the first ``<``, which marks the text as HTML.
+
+    Args:
+        text: the text.
+        normalize: apply all of ftfy's defaults, also those that change text without errors.
     """
     if is_plain(text):
         return text
-    fix, fix_marked = _fixers()
+    fix, fix_marked = _fixers(normalize)
     lines = text.split("\n")
     if max(map(len, lines)) >= FTFY_LINE_CHARACTERS:
         return fix(text)
@@ -190,7 +210,7 @@ def clean_text(
         count: returns the number of tokens of a text.
         detector: detects the language; None keeps all languages.
     """
-    text = repair(text)
+    text = repair(text, normalize=settings.normalize)
     if settings.punctuation:
         text = plain_punctuation(text)
     if not text.strip():

@@ -56,7 +56,7 @@ class FixSettings(FilterSettings):
     )
     seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
     save_dropped: Path | None = setting(
-        None, output=True, names=("--filtered",), help="File for the dropped documents."
+        None, output=True, names=("--filtered",), help="File for the dropped documents, with drop_reason."
     )
 
 
@@ -81,7 +81,7 @@ def drop_reason(text: str, tasks: Collection[FixTask], detector: LanguageDetecto
 def repaired(text: str, tasks: Collection[FixTask]) -> str:
     """Apply the chosen repairs to ``text``."""
     if FixTask.FTFY in tasks:
-        text = repair(text)
+        text = repair(text, normalize=True)  # the task has the name of the function, and its defaults
     if FixTask.GENERAL in tasks:
         text = SPACES_AND_BROKEN_LINES.sub(" ", text)
     if FixTask.GUTENBERG in tasks:

@@ -122,7 +122,12 @@ MANIFEST = WorkFormat(
             "limits": mapping(anything()),
             # Times before 1970 are negative; some archives set them.
             "sources": array(obj({"path": string(), "size_bytes": integer(), "mtime_ns": integer(-(1 << 63))})),
-            "tasks": array(obj({"path": string(), "begin": integer(), "end": nullable(integer())})),
+            "tasks": array(
+                obj(
+                    {"path": string(), "begin": integer(), "end": nullable(integer())},
+                    {"frame": integer(), "frame_end": nullable(integer())},
+                )
+            ),
         }
     ),
 )

@@ -10,6 +10,8 @@ import bz2
 import gzip
 import io
 import lzma
+import os
+import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,12 +27,18 @@ _FOREIGN = (
 )
 FOREIGN_ENDINGS = frozenset(_FOREIGN.split())
 """Extensions of formats that no step reads or writes."""
+_REMEDIES = {
+    ".warc": "extract its pages to JSON lines first, for example with datatrove's WarcReader and Trafilatura",
+    **dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar"), "unpack it"),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), "save it as .parquet"),
+}
 TSV = ".tsv"
 FOREIGN_OUTPUT_ENDINGS = FOREIGN_ENDINGS | {PARQUET, ".csv", TSV, ".xml", ".html"}
 PIECE_BYTES = 1 << 20
 # Default levels of both tools. Recipes use zstd between steps: it reads and writes several times as fast as gzip.
 ZSTD_LEVEL = 3
 GZIP_LEVEL = 6
+FRAME_BYTES = 16 << 20  # text of a zstandard frame: a task of the next step is several of them
 
 
 class TruncatedError(DynmoError):
@@ -67,12 +75,16 @@ def check_ending(path: Path, *, is_output: bool, is_table: bool = False) -> None
                 f"{path}: {found} files cannot be written; "
                 f"use the extension .jsonl (or .json, .txt), alone or with {', '.join(ENDINGS)}"
             )
-        raise UsageError(
-            f"{path}: {found} files cannot be read; convert it to plain text or one of {', '.join(ENDINGS)}"
-        )
+        remedy = _REMEDIES.get(found.lower(), f"convert it to plain text or JSON lines, also with {', '.join(ENDINGS)}")
+        raise UsageError(f"{path}: {found} files cannot be read; {remedy}")
 
 
-def _zstandard() -> Any:
+def zstandard_module() -> Any:
+    """The module ``zstandard``.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         import zstandard
     except ImportError as error:
@@ -85,7 +97,7 @@ class _ZstdReader(io.RawIOBase):
 
     def __init__(self, handle: IO[bytes]) -> None:
         self._handle = handle
-        self._module = _zstandard()
+        self._module = zstandard_module()
         self._decoder: Any = None
         self._ready = b""
 
@@ -121,6 +133,29 @@ class _ZstdReader(io.RawIOBase):
         super().close()
 
 
+class _LineFrameWriter:
+    """Writes zstandard frames that begin with a line, so that a later step divides the file into tasks."""
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._module = zstandard_module()
+        self._writer = self._module.ZstdCompressor(level=ZSTD_LEVEL).stream_writer(handle, closefd=False)
+        self._size = 0
+
+    def write(self, data: bytes) -> int:
+        self._writer.write(data)
+        self._size += len(data)
+        if self._size >= FRAME_BYTES and data[-1:] == b"\n":
+            self._writer.flush(self._module.FLUSH_FRAME)
+            self._size = 0
+        return len(data)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 def _open_gzip(path: Path) -> IO[bytes]:
     # Optional: reads gzip faster than the standard library.
     try:
@@ -131,8 +166,12 @@ def _open_gzip(path: Path) -> IO[bytes]:
     return opened
 
 
-def open_read(path: Path) -> IO[bytes]:
+def open_read(path: Path, frame: int = 0) -> IO[bytes]:
     """Open ``path`` for reading its decompressed bytes.
+
+    Args:
+        path: the file.
+        frame: offset of the first frame of a zstandard file to read.
 
     Raises:
         UnreadableError: it is not a regular file.
@@ -145,8 +184,45 @@ def open_read(path: Path) -> IO[bytes]:
     if path.suffix == ".bz2":
         return cast("IO[bytes]", bz2.open(path, "rb"))
     if path.suffix == ".zst":
-        return io.BufferedReader(_ZstdReader(open(path, "rb")), PIECE_BYTES)
+        handle = open(path, "rb")  # noqa: SIM115 - closed by the reader
+        handle.seek(frame)
+        return io.BufferedReader(_ZstdReader(handle), PIECE_BYTES)
     return open(path, "rb")
+
+
+def trailing_bytes(path: Path) -> tuple[int, int] | None:
+    """The offset and number of bytes after the last gzip member of a file that do not begin one; None without any.
+
+    The whole file is decompressed once more: this is for the message of a file that could not be read.
+    """
+    size = os.path.getsize(path)
+    begin, is_complete = 0, False
+    decoder = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    with open(path, "rb") as handle:
+        pending = handle.read(PIECE_BYTES)
+        while pending:
+            try:
+                decoder.decompress(pending)
+            except zlib.error:
+                # Damage within a member is another fault.
+                pending = b""
+                starts = _begins_member(path, begin)
+                return (begin, size - begin) if is_complete and not starts else None
+            if decoder.eof:
+                is_complete = True
+                pending = decoder.unused_data or handle.read(PIECE_BYTES)
+                begin = handle.tell() - len(pending)
+                decoder = zlib.decompressobj(16 + zlib.MAX_WBITS)
+            else:
+                pending = handle.read(PIECE_BYTES)
+    # Fewer bytes than the header of a member.
+    return (begin, size - begin) if is_complete and begin < size and not _begins_member(path, begin) else None
+
+
+def _begins_member(path: Path, offset: int) -> bool:
+    with open(path, "rb") as handle:
+        handle.seek(offset)
+        return handle.read(2) == b"\x1f\x8b"
 
 
 def wrap_write(handle: IO[bytes], ending: str) -> IO[bytes]:
@@ -159,6 +235,5 @@ def wrap_write(handle: IO[bytes], ending: str) -> IO[bytes]:
     if ending == ".bz2":
         return cast("IO[bytes]", bz2.BZ2File(handle, "wb"))
     if ending == ".zst":
-        writer = _zstandard().ZstdCompressor(level=ZSTD_LEVEL).stream_writer(handle, closefd=False)
-        return cast("IO[bytes]", writer)
+        return cast("IO[bytes]", _LineFrameWriter(handle))
     return handle

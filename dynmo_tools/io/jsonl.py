@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import IO, Any, NamedTuple
 
 from .._common.document import MAX_DEPTH, MAX_TABLE_BYTES, open_regular, parse_any_json
 from .._common.errors import DynmoError, MissingExtraError, UsageError
-from .codecs import PIECE_BYTES, TruncatedError, is_compressed, open_read
+from .codecs import PIECE_BYTES, TruncatedError, is_compressed, open_read, trailing_bytes
 
 BOM = b"\xef\xbb\xbf"
 EXCERPT_CHARACTERS = 200
@@ -21,11 +22,26 @@ MAX_DIGITS = 4000  # digits of an integer; Python parses at most 4300
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A slice of an input file: the lines that start in ``[begin, end)`` bytes; ``end`` None is the end of the file."""
+    """A slice of an input file: the lines that start in ``[begin, end)`` bytes; ``end`` None is the end of the file.
+
+    Attributes:
+        path: the file.
+        begin: first byte of the slice; of a zstandard file that is divided at its frames, of its text.
+        end: one after its last byte.
+        frame: offset of the first frame of such a slice in the file; None for other slices.
+        frame_end: one after its last frame.
+    """
 
     path: Path
     begin: int = 0
     end: int | None = None
+    frame: int | None = None
+    frame_end: int | None = None
+
+    @property
+    def stored(self) -> tuple[int, int | None]:
+        """The bytes of the slice in the file."""
+        return (self.begin, self.end) if self.frame is None else (self.frame, self.frame_end)
 
 
 class Line(NamedTuple):
@@ -174,30 +190,44 @@ def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
     """
     done = part.begin
     try:
-        with open_read(part.path) as handle:
-            if part.begin:
+        with open_read(part.path, part.frame or 0) as handle:
+            if part.begin and part.frame is None:
                 handle.seek(part.begin)
             for line in split_lines(handle, part.begin, limit_bytes):
                 # A line belongs to the slice in which it starts; its end may lie in the next one.
                 if part.end is not None and line.offset >= part.end:
                     return
                 done = line.offset
-                # RFC 8259 allows parsers to ignore it. A later slice does not begin at offset 0.
-                if line.offset == 0 and line.raw is not None and line.raw.startswith(BOM):
+                # RFC 8259 allows parsers to ignore it. Files that were concatenated have one at the start of each.
+                if line.raw is not None and line.raw.startswith(BOM):
                     line = line._replace(raw=line.raw[len(BOM) :])
                 yield line
     except EOFError as error:
+        _check_trailing(part.path, error)
         raise TruncatedError(
             f"{part.path}: the compressed stream is truncated after byte {done} of its text ({error}); "
             "download the file again; none of its documents were written"
         ) from error
     except OSError as error:
+        _check_trailing(part.path, error)
         raise DynmoError(f"{part.path}: cannot read after byte {done}: {error}") from error
     # The libraries have no common base class, and some are optional: their errors are known by name only.
     except Exception as error:
+        _check_trailing(part.path, error)
         if is_compressed(part.path) and type(error).__name__ in ("ZstdError", "LZMAError", "error", "IsalError"):
             raise DynmoError(f"{part.path}: damaged after byte {done} of its text: {error}") from error
         raise
+
+
+def _check_trailing(path: Path, error: Exception) -> None:
+    """Report bytes after a complete gzip stream, which libraries call a truncated or damaged one."""
+    found = trailing_bytes(path) if path.suffix == ".gz" else None
+    if found is not None:
+        begin, count = found
+        raise DynmoError(
+            f"{path}: the gzip stream is complete, but {count:,} bytes after it, from byte {begin}, are not gzip; "
+            f"if they are not data, remove them: head -c {begin} {path} > OTHER.gz; none of its documents were written"
+        ) from error
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -316,6 +346,8 @@ def text_of(value: dict[str, Any], key: str, *, allow_surrogates: bool = False) 
         if not isinstance(found, dict) or step not in found:
             raise BadLineError("key")
         found = found[step]
+    if isinstance(found, bytes):  # of parquet, where they are not UTF-8
+        raise BadLineError("utf8")
     if not isinstance(found, str):
         raise BadLineError("type")
     if not allow_surrogates and has_surrogates(found):
@@ -375,8 +407,29 @@ def excerpt(raw: bytes) -> str:
     return raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
 
 
-def read_parquet(part: Slice) -> Iterator[Row]:
+def _json_value(value: Any) -> Any:
+    """A value of parquet that JSON does not have: bytes are base64, others are text."""
+    return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else str(value)
+
+
+def _decode_bytes(value: Any, *, repair: bool) -> Any:
+    """A value of parquet in which bytes are text, if they are UTF-8 or ``repair`` replaces what is not."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8", "replace" if repair else "strict")
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, dict):
+        return {key: _decode_bytes(element, repair=repair) for key, element in value.items()}
+    return [_decode_bytes(element, repair=repair) for element in value] if isinstance(value, list) else value
+
+
+def read_parquet(part: Slice, *, repair: bool = False) -> Iterator[Row]:
     """The rows of a parquet file as documents; the line is the row number, the offset is 0.
+
+    Args:
+        part: the file.
+        repair: replace invalid UTF-8 in columns of bytes by U+FFFD.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
@@ -389,9 +442,12 @@ def read_parquet(part: Slice) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(part.path) as table:
+            has_bytes = "binary" in str(table.schema_arrow.types)
             for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 for value in batch.to_pylist():
                     number += 1
-                    yield Row(number, 0, json.dumps(value, ensure_ascii=False, default=str).encode(), value)
+                    if has_bytes:
+                        value = _decode_bytes(value, repair=repair)
+                    yield Row(number, 0, json.dumps(value, ensure_ascii=False, default=_json_value).encode(), value)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # also texts that are not UTF-8
         raise DynmoError(f"{part.path}: damaged, or not a parquet file, after row {number}: {error}") from error

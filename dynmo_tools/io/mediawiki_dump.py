@@ -8,8 +8,9 @@ the texts of a dump, so tags in the bytes are always markup of the dump.
 from __future__ import annotations
 
 import bz2
+import html
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,32 @@ OPEN, CLOSE, END = b"<page>", b"</page>", b"</mediawiki>"
 STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # headers of a stream and its first block; practically never random
 HEAD_BYTES = 1 << 20
 TAIL_BYTES = 64  # more than a tag and the white space after the last one
-BASE = re.compile(rb"<base>([^<]*)/[^</]*</base>")
+BASE = re.compile(r"<base>([^<]*)/[^</]*</base>")
+NAMESPACE = re.compile(r"<namespace\b[^<>]*\bkey=\"(-?\d{1,9})\"[^<>]*>([^<]+)</namespace>")
+# In this order: the attribute is optional, and a database is named after the language and the project.
+LANGUAGE = (
+    re.compile(r"<mediawiki\b[^<>]*\bxml:lang=\"([\w-]+)\""),
+    re.compile(r"<dbname>([a-z_]+?)wik(?:i|tionary|ibooks|inews|iquote|isource|iversity|ivoyage)</dbname>"),
+    re.compile(r"<base>https?://([a-z-]+)\.(?:m\.)?wik"),
+)
 
 Piece = tuple[bytes, bool]
 """Bytes of a dump, and whether they are in the slice, or after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What a dump states about its wiki.
+
+    Attributes:
+        base: URL of the pages; empty if it is not stated.
+        language: code of the language; empty if it is not stated.
+        namespaces: names of the namespaces by number.
+    """
+
+    base: str
+    language: str
+    namespaces: Mapping[int, Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +104,8 @@ def cut_points(path: Path, size: int, step: Callable[[int], int]) -> list[int]:
     return points
 
 
-def read_base(path: Path) -> str:
-    """The base URL of a dump's pages; empty if the dump states none.
+def read_site(path: Path) -> Site:
+    """What a dump states about its wiki.
 
     Raises:
         ElementTree.ParseError: the file is not a dump.
@@ -91,8 +114,13 @@ def read_base(path: Path) -> str:
         head = handle.read(HEAD_BYTES)
     if b"<mediawiki" not in head:
         raise ElementTree.ParseError("it does not begin with <mediawiki>")
-    found = BASE.search(head.partition(OPEN)[0])
-    return found[1].decode("utf-8", "replace") if found else ""
+    text = head.partition(OPEN)[0].decode("utf-8", "replace")
+    base = BASE.search(text)
+    language = next((found[1] for pattern in LANGUAGE if (found := pattern.search(text))), "")
+    namespaces: dict[int, list[str]] = {}
+    for number, name in NAMESPACE.findall(text):
+        namespaces.setdefault(int(number), []).append(html.unescape(name))
+    return Site(base=base[1] if base else "", language=language.replace("_", "-").lower(), namespaces=namespaces)
 
 
 def _plain_pieces(part: Slice) -> Iterator[Piece]:

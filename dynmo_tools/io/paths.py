@@ -11,6 +11,7 @@ from .._common.document import check_regular
 from .._common.errors import UsageError
 from .atomic_write import refuse_existing
 from .codecs import check_ending
+from .foreign import hint_of_absent, is_scheme, pattern_of_folder
 
 
 def expand_inputs(patterns: Iterable[str | Path]) -> tuple[Path, ...]:
@@ -24,11 +25,12 @@ def expand_inputs(patterns: Iterable[str | Path]) -> tuple[Path, ...]:
         # A file of exactly this name counts, also if its name has brackets, which are signs of a pattern.
         paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not paths:
-            raise UsageError(f"{pattern}: no file has this name or matches this pattern")
+            hint = hint_of_absent(pattern)
+            raise UsageError(f"{pattern}: no file has this name or matches this pattern{'; ' if hint else ''}{hint}")
         for name in paths:
             path = Path(name)
             if path.is_dir():
-                raise UsageError(f"{path}: is a folder; name its files, for example '{path}/*.jsonl.zst'")
+                raise UsageError(f"{path}: is a folder; name its files, for example '{pattern_of_folder(name)}'")
             check_ending(path, is_output=False)
             check_regular(path)
             found[path] = None
@@ -69,6 +71,9 @@ def check_writable(outputs: Sequence[Path], folders: Collection[Path] = (), tabl
             another format.
     """
     for output in outputs:
+        if (scheme := output.parts[:1]) and is_scheme(scheme[0]) and not os.path.exists(scheme[0]):
+            address = str(output).replace(":/", "://", 1)  # a path has one slash only
+            raise UsageError(f"{address}: addresses cannot be written; name a local file, and copy it then")
         if output in folders and output.exists() and not output.is_dir():
             raise UsageError(f"{output}: is a file, but this output is a folder; choose another name")
         if output not in folders and output.is_dir():

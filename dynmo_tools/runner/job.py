@@ -40,16 +40,18 @@ from ..config.options import files_of, output_folders_of
 from ..config.settings import ExecutorName
 from ..formats.workfiles import SUMMARY, TASK
 from ..io.atomic_write import open_atomic, refuse_existing
+from ..io.foreign import hint_of_line
 from ..io.jsonl import DocumentCounts
 from ..io.paths import check_output, check_writable
 from .local import WorkerPool, run_inline
 from .progress import progress_meter
-from .task import FIRST_FAILURE, KEYS_FOUND, Phase, Report, marker_path, read_valid_marker
+from .task import FIRST_FAILURE, FIRST_INVALID, KEYS_FOUND, Phase, Report, marker_path, read_valid_marker
 from .task_manifest import (
     Job,
     Source,
     TaskManifest,
     check_tasks,
+    current_digest,
     load_manifest,
     make_manifest,
     store_manifest,
@@ -177,10 +179,9 @@ def open_manifest(job: Job, execution: Execution) -> TaskManifest:
         UsageError: an output exists that this run did not write, or the folder has an incomplete run with other
             settings or inputs, and replacing is not allowed.
     """
-    manifest = make_manifest(job)
     if (job.work / "manifest.json").exists() and not execution.overwrite:
         stored = load_manifest(job.work)
-        if stored.digest == manifest.digest:
+        if stored.digest == current_digest(job):
             _refuse_changed_outputs(job)
             return stored
         if not execution.rerun_changed:
@@ -188,6 +189,7 @@ def open_manifest(job: Job, execution: Execution) -> TaskManifest:
         print_message(f"{job.step}: settings or inputs changed since the last run: starting from scratch")
     elif not execution.overwrite:
         refuse_existing(written_files(job))
+    manifest = make_manifest(job)
     # Markers and the summary of the old run go first: they must never be next to the new manifest.
     _remove_run(job)
     store_manifest(job, manifest)
@@ -369,7 +371,7 @@ def _manifest_of_other_subsets(job: Job) -> TaskManifest | None:
     if not all((job.work / name).exists() for name in ("manifest.json", *SUBSET_FOLDERS)):
         return None
     stored = load_manifest(job.work)
-    if stored.digest != make_manifest(job).digest:
+    if stored.digest != current_digest(job):
         return None
     _refuse_changed_outputs(job)
     return stored
@@ -472,8 +474,8 @@ def _check_rejects(job: Job, markers: Collection[Mapping[str, Any]], limit: floa
         return
     raise TooManyRejectedError(
         f"{job.step}: {rejected:,} of {documents:,} lines are invalid documents, "
-        f"more than --max-rejects {limit:g} allows{_missing_key(job, markers)}{_first_failure(markers)}; "
-        f"see {job.work / 'parts'}/*-rejects.jsonl"
+        f"more than --max-rejects {limit:g} allows{_missing_key(job, markers)}{_first_failure(markers)}"
+        f"{_other_format(job, markers)}; see {job.work / 'parts'}/*-rejects.jsonl"
     )
 
 
@@ -495,6 +497,17 @@ def _first_failure(markers: Collection[Mapping[str, Any]]) -> str:
     """The first error of a library on a document, where a task stored one."""
     found = next((error for marker in markers if (error := marker["result"].get(FIRST_FAILURE)) is not None), None)
     return "" if found is None else f"; the first error is: {found}"
+
+
+def _other_format(job: Job, markers: Collection[Mapping[str, Any]]) -> str:
+    """What the inputs are, if most lines are not JSON."""
+    tallies = [marker["tally"]["rejected"] for marker in markers]
+    num_invalid = sum(tally.get("json", 0) + tally.get("utf8", 0) for tally in tallies)
+    first = next((line for marker in markers if (line := marker["result"].get(FIRST_INVALID)) is not None), None)
+    if first is None or 2 * num_invalid < sum(marker["tally"]["documents_in"] for marker in markers):
+        return ""
+    hint = hint_of_line(first, has_plain_text=hasattr(job.settings, "plain_text"))
+    return hint and f"; {hint}"
 
 
 def _summarize(job: Job, markers: dict[str, list[dict[str, Any]]], seconds: float, *, reused: bool) -> Summary:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from .._common.document import ESCAPED
 from .._common.errors import DynmoError
 from ..io.codecs import is_compressed
 from ..io.concat_files import append_files
@@ -56,20 +60,39 @@ def join_records(task: Task) -> None:
         join_parts(task, dropped_kind(dropped), dropped)
 
 
+DROP_REASON = "drop_reason"
+"""Key of the reason in the documents of ``--save-dropped``."""
+
+
+class DroppedWriter:
+    """Writes the dropped documents of a slice to ``--save-dropped``, if it is set."""
+
+    def __init__(self, task: Task) -> None:
+        dropped: Path | None = getattr(task.job.settings, "save_dropped", None)
+        self._writer = None if dropped is None else task.create(task.part(dropped_kind(dropped)))
+
+    def write(self, row: Row, reason: str, more: Mapping[str, Any] | None = None) -> None:
+        """Write a document with its reason, and further entries."""
+        if self._writer is None:
+            return
+        for key, value in {DROP_REASON: reason, **(more or {})}.items():
+            encoded = json.dumps(value, ensure_ascii=False).encode("utf-8", ESCAPED)
+            row = row._replace(raw=with_value(row, key, encoded))
+        self._writer.write(row.raw + b"\n")
+
+
 class MapWriter:
     """Writes the documents of a slice: kept ones to the output, dropped ones to ``--save-dropped``."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._writer = task.create(task.part(records_kind(task)))
-        dropped: Path | None = getattr(task.job.settings, "save_dropped", None)
-        self._dropped = None if dropped is None else task.create(task.part(dropped_kind(dropped)))
+        self._dropped = DroppedWriter(task)
 
     def drop(self, row: Row, reason: str) -> None:
         """Drop a document."""
         self._task.counts.drop(reason)
-        if self._dropped is not None:
-            self._dropped.write(row.raw + b"\n")
+        self._dropped.write(row, reason)
 
     def write(self, row: Row, key: str, before: str, after: str) -> None:
         """Write a document; if its text changed, only the bytes of the text are replaced.

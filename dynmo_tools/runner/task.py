@@ -46,6 +46,8 @@ REPORT_EVERY_DOCUMENTS = 256
 REPORT_EVERY_S = 0.2
 KEYS_FOUND = "keys_found"
 """Entry of a task's result: the keys of the first document that lacks the key of the settings."""
+FIRST_INVALID = "first_invalid"
+"""Entry of a task's result: first characters of its first line that is not JSON."""
 FIRST_FAILURE = "first_failure"
 """Entry of a task's result: what a library reports of the first document on which it fails."""
 
@@ -162,6 +164,8 @@ class Task:
             return
         file, line = str(self._source), line + self._lines_before
         self.counts.reject(reason)
+        if reason in ("json", "utf8"):
+            self.result.setdefault(FIRST_INVALID, excerpt(raw))
         if self._rejects is None:
             self._rejects = self.create(self.part("rejects.jsonl"))
         row = {"file": file, "line": line, "offset": offset, "reason": reason, "excerpt": excerpt(raw)}
@@ -193,7 +197,7 @@ class Task:
         if part.path != self._source:
             self._source, self._lines_before = part.path, 0
         if part.path.suffix == ".parquet":
-            yield from self._report_progress(read_parquet(part))
+            yield from self._report_progress(read_parquet(part, repair=self.job.limits.repair_utf8))
             return
         yield from self._report_progress(self._parsed(part, parse))
 

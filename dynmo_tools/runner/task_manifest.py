@@ -25,6 +25,7 @@ from ..config.options import files_of, jsonable, outputs_of
 from ..config.settings import MAX_TASKS
 from ..formats.workfiles import MANIFEST
 from ..io.codecs import PARQUET, PIECE_BYTES, is_compressed
+from ..io.frames import LineFrame, line_frames
 from ..io.jsonl import Slice
 from ..io.mediawiki_dump import cut_points, is_dump
 
@@ -39,7 +40,7 @@ class Limits:
     """Limits of dividing and reading inputs; part of the manifest.
 
     Attributes:
-        task_bytes: bytes per slice of an uncompressed input, before it is moved to a line start.
+        task_bytes: bytes of text per slice, before it is moved to a line start or frame.
         max_line_bytes: maximum bytes of a line; longer lines are rejected.
         repair_utf8: replace invalid UTF-8 by U+FFFD instead of rejecting the line.
     """
@@ -161,17 +162,22 @@ def task_size(left: int, task_bytes: int, *, last: bool) -> int:
     return max(min(task_bytes, left // END_SHARE), smallest) if last and smallest >= MIN_PIECE_BYTES else task_bytes
 
 
-def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
-    """Divide a plain file at line starts, a MediaWiki dump at its cut points; other files are one slice.
+def cut(source: Source, task_bytes: int, *, last: bool = False, has_lines: bool = True) -> list[Slice]:
+    """Divide a plain file at line starts, a zstandard file at frames, a MediaWiki dump at its cut points.
+
+    Other files are one slice.
 
     Args:
         source: the file.
         task_bytes: approximate bytes per slice.
         last: see ``task_size``.
+        has_lines: the text of the file is lines; that of a dump is not.
 
     Returns:
         The slices in file order; together they have every byte of the file once.
     """
+    if source.path.suffix == ".zst" and has_lines:
+        return _cut_at_frames(source.path, task_bytes, last=last)
     size = source.size_bytes
 
     def step(at: int) -> int:
@@ -181,7 +187,7 @@ def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
     bounds = [0]
     if is_dump(source.path):
         bounds += cut_points(source.path, size, step)
-    # A compressed stream can only be read from its beginning, and parquet has its metadata at the end.
+    # Other compressed streams are read from their beginning, and parquet has its metadata at the end.
     elif is_compressed(source.path) or source.path.suffix == PARQUET:
         return [Slice(path=source.path)]
     else:
@@ -192,6 +198,23 @@ def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
     if bounds[-1] < size:
         bounds.append(size)
     return [Slice(path=source.path, begin=a, end=b) for a, b in itertools.pairwise(bounds)]
+
+
+def _cut_at_frames(path: Path, task_bytes: int, *, last: bool) -> list[Slice]:
+    """Slices of about ``task_bytes`` of text, which begin with a frame and a line."""
+    frames, size = line_frames(path)
+    chosen = frames[:1]
+    for frame in frames[1:]:
+        at = chosen[-1].text
+        # A frame without text would be a slice without lines.
+        if at + task_size(size - at, task_bytes, last=last) <= frame.text < size:
+            chosen.append(frame)
+    if len(chosen) < 2:
+        return [Slice(path=path)]
+    return [
+        Slice(path=path, begin=one.text, end=other.text, frame=one.stored, frame_end=other.stored)
+        for one, other in itertools.pairwise([*chosen, LineFrame(os.path.getsize(path), size)])
+    ]
 
 
 def digest_of(job: Job, sources: Sequence[Source]) -> str:
@@ -238,6 +261,15 @@ def check_tasks(sources: Iterable[Source], task_bytes: int) -> None:
         )
 
 
+def current_digest(job: Job) -> str:
+    """The digest of a job and its inputs, as they are now.
+
+    Raises:
+        UsageError: an input or a file of the settings cannot be read.
+    """
+    return digest_of(job, tuple(Source.of(path) for path in job.inputs))
+
+
 def make_manifest(job: Job) -> TaskManifest:
     """Divide the inputs, as they are now, into tasks.
 
@@ -248,7 +280,9 @@ def make_manifest(job: Job) -> TaskManifest:
     tasks = tuple(
         part
         for number, source in enumerate(sources, 1)
-        for part in cut(source, job.limits.task_bytes, last=number == len(sources))
+        for part in cut(
+            source, job.limits.task_bytes, last=number == len(sources), has_lines=job.step != "extract-wiki"
+        )
     )
     return TaskManifest(digest=digest_of(job, sources), sources=sources, tasks=tasks)
 
@@ -262,9 +296,14 @@ def store_manifest(job: Job, manifest: TaskManifest) -> None:
         "settings": jsonable(job.settings),
         "limits": vars(job.limits),
         "sources": [source.as_json() for source in manifest.sources],
-        "tasks": [{"path": str(part.path), "begin": part.begin, "end": part.end} for part in manifest.tasks],
+        "tasks": [_task_row(part) for part in manifest.tasks],
     }
     MANIFEST.write(job.work / "manifest.json", fields)
+
+
+def _task_row(part: Slice) -> dict[str, Any]:
+    row: dict[str, Any] = {"path": str(part.path), "begin": part.begin, "end": part.end}
+    return row if part.frame is None else {**row, "frame": part.frame, "frame_end": part.frame_end}
 
 
 def load_manifest(work: Path) -> TaskManifest:
@@ -278,5 +317,5 @@ def load_manifest(work: Path) -> TaskManifest:
         Source(path=Path(item["path"]), size_bytes=item["size_bytes"], mtime_ns=item["mtime_ns"])
         for item in document["sources"]
     )
-    tasks = (Slice(path=Path(item["path"]), begin=item["begin"], end=item["end"]) for item in document["tasks"])
+    tasks = (Slice(**{**item, "path": Path(item["path"])}) for item in document["tasks"])
     return TaskManifest(digest=document["digest"], sources=tuple(sources), tasks=tuple(tasks))

@@ -228,7 +228,7 @@ def tokenize_slice(task: Task) -> None:
         num_ids=tokenizer.num_ids,
         eod_id=eod,
         tokens=[writer.piece() for writer in writers],
-        input=digest_file(task.slice.path, task.slice.begin, task.slice.end),
+        input=digest_file(task.slice.path, *task.slice.stored),
     )
     # Equal for all tasks, so it is computed once.
     if task.index == 0:

@@ -126,7 +126,7 @@ def tokenize_slice(task: Task) -> None:
         eod_id=tokenizer.eod,
         learned=num_learned,
         tokens=[writer.piece() for writer in writers],
-        input=digest_file(task.slice.path, task.slice.begin, task.slice.end),
+        input=digest_file(task.slice.path, *task.slice.stored),
     )
     # Equal for all tasks, so it is computed once.
     if task.index == 0:

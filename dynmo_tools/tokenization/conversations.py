@@ -128,7 +128,7 @@ class ChatTokenizer:
     ) -> None:
         self._tokenizer = HuggingFaceTokenizer(definition)
         self._template, self.eod = template, eod
-        self._special = {definition.ids[token] for token in definition.added_tokens()}
+        self._special = {definition.ids[token] for token in definition.added}
         self.num_ids = definition.num_ids
         self.vocabulary = definition.vocabulary() if vocabulary is None else vocabulary
 

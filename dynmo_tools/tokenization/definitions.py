@@ -49,16 +49,22 @@ def ids_of(definition: str, source: str) -> dict[str, int]:
     Raises:
         UsageError: the text is not a ``tokenizer.json``.
     """
+    return _ids_and_added(definition, source)[0]
+
+
+def _ids_and_added(definition: str, source: str) -> tuple[dict[str, int], tuple[str, ...]]:
+    """As ``ids_of``, and the added tokens: a large document is parsed once."""
     try:
         document = parse_any_json(definition, MAX_TABLE_BYTES)
         vocabulary = document["model"]["vocab"]
         if isinstance(vocabulary, list):  # unigram: [piece, score] pairs in the order of their ids
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-        ids = {**vocabulary, **{token["content"]: token["id"] for token in document.get("added_tokens") or ()}}
+        added = {token["content"]: token["id"] for token in document.get("added_tokens") or ()}
+        ids = {**vocabulary, **added}
         check_ids(ids)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{source}: not a tokenizer.json: {error!r}") from error
-    return ids
+    return ids, tuple(map(str, added))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +76,14 @@ class Definition:
         source: its origin, for messages.
         ids: its tokens and their ids.
         default_eod: default end-of-document token.
+        added: tokens that are matched in a text before it is split.
     """
 
     text: str
     source: str
     ids: dict[str, int]
     default_eod: str
+    added: tuple[str, ...] = ()
 
     @property
     def num_ids(self) -> int:
@@ -90,11 +98,6 @@ class Definition:
         """All tokens and their ids."""
         return self.ids
 
-    def added_tokens(self) -> list[str]:
-        """The tokens that are matched in a text before it is split."""
-        added = parse_any_json(self.text, MAX_TABLE_BYTES).get("added_tokens") or ()
-        return [str(token["content"]) for token in added]
-
 
 def _text(path: Path) -> str:
     return read_text(path, MAX_TABLE_BYTES)
@@ -107,7 +110,8 @@ def read_definition(path: Path) -> Definition:
         UsageError: the file cannot be read, or is not a ``tokenizer.json``.
     """
     text = _text(path)
-    return Definition(text=text, source=str(path), ids=ids_of(text, str(path)), default_eod="<|endoftext|>")
+    ids, added = _ids_and_added(text, str(path))
+    return Definition(text=text, source=str(path), ids=ids, default_eod="<|endoftext|>", added=added)
 
 
 def sentencepiece_definition(path: Path, config: Path | None) -> tuple[Definition, SentencePieceModel]:
@@ -123,7 +127,8 @@ def sentencepiece_definition(path: Path, config: Path | None) -> tuple[Definitio
     model, document = read_tokenizer_document(path, config)
     text = json.dumps(document)
     end = model.special_tokens().get("eos_token", "</s>")
-    return Definition(text=text, source=str(path), ids=ids_of(text, str(path)), default_eod=end), model
+    ids, added = _ids_and_added(text, str(path))
+    return Definition(text=text, source=str(path), ids=ids, default_eod=end, added=added), model
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:

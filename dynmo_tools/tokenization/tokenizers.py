@@ -3,16 +3,19 @@
 Nothing uses the network. BPE runs on gigatoken if that library can load the tokenizer and returns the ids of
 ``tokenizers`` or ``sentencepiece`` for a set of probes, and on those libraries otherwise. Libraries differ in the
 treatment of special tokens in a text, such as a literal ``</s>``. If they do, only texts with such tokens are encoded
-by the slower library.
+by the slower library. So are texts with characters that Unicode has had for a few years only: the libraries have tables
+of different versions, and a letter of one table is unknown to the other.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +25,8 @@ import numpy.typing as npt
 from .._common.document import check_regular
 from .._common.errors import MissingExtraError, UsageError
 from .._common.protobuf import protobuf_fields
-from ..config.settings import Engine, TokenizerType
+from ..config.settings import Engine
+from ..config.tokenizer_paths import TokenizerType
 from .definitions import Definition, bert_definition, gpt2_definition, read_definition, read_vocabulary
 
 # Growth of the process after which gigatoken is renewed: its cache of words has no limit.
@@ -200,18 +204,56 @@ def same_ids(first: Encoded, second: Encoded) -> bool:
     return np.array_equal(first.ids, second.ids) and np.array_equal(first.lengths, second.lengths)
 
 
+class LazyTokenizer:
+    """A tokenizer on the ``tokenizers`` library that is made, and its library imported, for the first text."""
+
+    def __init__(self, definition: Definition) -> None:
+        self._definition = definition
+        self._made: HuggingFaceTokenizer | None = None
+        self.num_ids = definition.num_ids
+        self.token_id = definition.token_id
+        self.vocabulary = definition.vocabulary
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """Encode texts."""
+        if self._made is None:
+            self._made = HuggingFaceTokenizer(self._definition)
+        return self._made.encode_batch(texts)
+
+
+@functools.cache
+def _recent_code_points() -> npt.NDArray[np.bool_]:
+    """For each code point, whether Unicode 14.0 has no character for it."""
+    lines = (resources.files(__package__) / "unassigned.txt").read_text(encoding="ascii").splitlines()
+    table = np.zeros(0x110000, dtype=np.bool_)
+    for word in (word for line in lines if not line.startswith("#") for word in line.split()):
+        first, _, last = word.partition("-")
+        table[int(first, 16) : int(last or first, 16) + 1] = True
+    return table
+
+
+def has_recent_characters(text: str) -> bool:
+    """Whether a text has code points without a character in Unicode 14.0."""
+    # A table: a regular expression tests the ranges of such a class one after another.
+    if text.isascii():
+        return False
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    return bool(_recent_code_points()[codes].any())
+
+
 class RoutedTokenizer:
-    """Encodes texts that contain certain strings with an exact tokenizer, and all others with a fast one.
+    """Encodes texts that contain certain strings or recent characters with an exact tokenizer, others with a fast one.
 
     Args:
-        fast: returns the same ids for texts without the strings.
+        fast: returns the same ids for other texts.
         exact: defines the ids.
         strings: the strings; U+2581 in them and in texts is a space, as in SentencePiece.
     """
 
     def __init__(self, fast: Tokenizer, exact: Tokenizer, strings: Iterable[str]) -> None:
         self.fast, self.exact = fast, exact
-        self._pattern = special_pattern(strings)
+        spelled = list(strings)
+        self._pattern = special_pattern(spelled) if spelled else None
         self.num_ids = exact.num_ids
         self.token_id = exact.token_id
         self.vocabulary = exact.vocabulary
@@ -232,6 +274,10 @@ class RoutedTokenizer:
         return Encoded(ids=np.concatenate(arrays).astype(np.int64), lengths=lengths)
 
     def _is_special(self, text: str) -> bool:
+        if has_recent_characters(text):
+            return True
+        if self._pattern is None:
+            return False
         # A model may prepend a space to each text, which can be part of a string of spaces.
         return self._pattern.search(" " + text.replace(SPACE_MARK, " ")) is not None
 
@@ -269,16 +315,13 @@ def with_engine(definition: Definition, engine: Engine, *, trusted: bool = False
         return HuggingFaceTokenizer(definition)
     try:
         fast = GigatokenTokenizer(definition)
-        # Without probes, the tokenizers library is not imported.
+        # Without probes, the tokenizers library is not imported before a text needs it.
         if trusted:
-            return fast
-        exact, strings = HuggingFaceTokenizer(definition), definition.added_tokens()
+            return RoutedTokenizer(fast, LazyTokenizer(definition), ())
+        exact, strings = HuggingFaceTokenizer(definition), definition.added
         if _agree(fast, exact, plain_probes(strings)):
-            return (
-                fast
-                if _agree(fast, exact, [*PROBES, *special_probes(strings)])
-                else RoutedTokenizer(fast, exact, strings)
-            )
+            is_same = _agree(fast, exact, [*PROBES, *special_probes(strings)])
+            return RoutedTokenizer(fast, exact, () if is_same else strings)
         fault = OTHER_IDS
     except Exception as error:  # noqa: BLE001 - tokenizers runs whatever gigatoken cannot
         fault = str(error)

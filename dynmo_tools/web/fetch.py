@@ -31,12 +31,14 @@ from ..extract.html import extract_text
 from ..io.atomic_write import open_atomic
 from ..io.codecs import wrap_write
 from ..io.jsonl import encode_row
+from .charset import decode
 from .fetch_queue import Frontier, Host, Request
 from .http_client import REDIRECTS, AllowedHosts, FetchError, Response, get, sendable, without_credentials
 from .url_filter import DropReasonStore, each_url
 
 # Other types, such as PDF, need parsers of their own; their URLs fail with the type as the reason.
 TEXT_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
+BLANKS = b"\xef\xbb\xbf \t\r\n"  # of UTF-8, with its byte-order mark
 # RFC 9309, 2.5: a crawler must parse at least 500 KiB.
 ROBOTS_BYTES = 512 << 10
 # Reasons that concern the host, not its robots.txt; they are reported without the word "robots".
@@ -109,11 +111,15 @@ class Fetcher:
         # Half a page would be a document that ends within a sentence.
         if not response.is_whole:
             raise FetchError("long")
-        kind = response.headers.get_content_type()
+        kind = _content_type(response)
         if kind not in TEXT_TYPES:
             raise FetchError(f"type {kind}")
-        text = _decode(response)
-        title, body = ("", text.strip()) if kind == "text/plain" else extract_text(text)
+        is_markup = kind != "text/plain"
+        text = decode(response.payload, response.headers.get_content_charset(), is_markup=is_markup)
+        # Noise would be a document, and would be counted as a page.
+        if text is None:
+            raise FetchError("not text")
+        title, body = extract_text(text) if is_markup else ("", text.strip())
         if not body:
             raise FetchError("empty")
         return {"title": title, "text": body}
@@ -127,7 +133,7 @@ class Fetcher:
             for _ in range(MAX_ROBOTS_REDIRECTS + 1):
                 response = self._get(url, robots_host, ROBOTS_BYTES)
                 if response.status not in REDIRECTS:
-                    lines = response.payload.decode("utf-8", "replace").splitlines()
+                    lines = response.payload.decode("utf-8-sig", "replace").splitlines()
                     break
                 url = sendable(response.location)
                 robots_host = self._frontier.host_of(url)
@@ -160,11 +166,11 @@ class Fetcher:
             self._frontier.delay_next(host, self._rules.delay_s)
 
 
-def _decode(response: Response) -> str:
-    try:
-        return response.payload.decode(response.headers.get_content_charset() or "utf-8", "replace")
-    except LookupError:
-        return response.payload.decode("utf-8", "replace")
+def _content_type(response: Response) -> str:
+    """The type of a page: that of its header, or HTML if there is none and the page begins with a tag."""
+    if "/" not in response.headers.get("Content-Type", "") and response.payload.lstrip(BLANKS)[:1] == b"<":
+        return "text/html"
+    return response.headers.get_content_type()
 
 
 class UrlList(contextlib.AbstractContextManager["UrlList"]):

@@ -14,6 +14,7 @@ import ipaddress
 import socket
 import ssl
 import string
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from email.message import Message
@@ -221,6 +222,35 @@ def get(url: str, *, user_agent: str, timeout_s: float, limit: int, allowed: All
         raise FetchError("timeout" if late else "connection") from error
 
 
+def _decompressed(payload: bytes, name: str, limit: int) -> bytes:
+    """At most ``limit`` bytes of a body without its ``Content-Encoding``; servers compress also without being asked."""
+    try:
+        if not payload or name in ("", "identity"):
+            return payload
+        if name in ("gzip", "x-gzip"):
+            return _inflated(payload, 16 + zlib.MAX_WBITS, limit)
+        if name == "deflate":
+            # RFC 9110 wants the header of zlib; some servers leave it out.
+            has_header = payload[0] & 15 == 8 and int.from_bytes(payload[:2], "big") % 31 == 0
+            return _inflated(payload, zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS, limit)
+    except (zlib.error, EOFError) as error:
+        raise FetchError(f"damaged {name}") from error
+    raise FetchError(f"content encoding {name}")
+
+
+def _inflated(payload: bytes, window_bits: int, limit: int) -> bytes:
+    pieces: list[bytes] = []
+    while payload and limit > 0:
+        decoder = zlib.decompressobj(window_bits)
+        pieces.append(decoder.decompress(payload, limit))
+        limit -= len(pieces[-1])
+        if limit > 0 and not decoder.eof:
+            raise EOFError
+        # A gzip stream may have several members. Zero bytes after the last one are padding.
+        payload = decoder.unused_data.lstrip(b"\0") if window_bits > zlib.MAX_WBITS else b""
+    return b"".join(pieces)
+
+
 def _read(url: str, answer: http.client.HTTPResponse, limit: int) -> Response:
     location = answer.headers.get("Location")
     if answer.status in REDIRECTS and location:
@@ -236,9 +266,13 @@ def _read(url: str, answer: http.client.HTTPResponse, limit: int) -> Response:
         raise FetchError(str(answer.status))
     # One byte more than the limit: a body of exactly the limit is complete, a longer one is not.
     payload = answer.read(limit + 1)
+    if len(payload) <= limit:
+        if answer.length:
+            raise FetchError("connection")  # closed before the end of the page
+        # The last encoding was applied last.
+        for name in reversed((answer.headers.get("Content-Encoding") or "").lower().split(",")):
+            payload = _decompressed(payload, name.strip(), limit + 1)
     is_whole = len(payload) <= limit
-    if is_whole and answer.length:
-        raise FetchError("connection")  # closed before the end of the page
     return Response(
         status=answer.status, location="", headers=answer.headers, payload=payload[:limit], is_whole=is_whole
     )

@@ -164,7 +164,8 @@ def each_url(paths: Sequence[Path], tick: Callable[[float], None] | None = None)
             for line in handle:
                 if tick is not None:
                     tick(len(line))
-                if url := line.decode("utf-8", "replace").strip():
+                # Lists are concatenated with their byte-order marks.
+                if url := line.decode("utf-8", "replace").lstrip("\ufeff").strip():
                     yield url
 
 

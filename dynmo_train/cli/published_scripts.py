@@ -108,6 +108,8 @@ POSITIONAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 CLASSIC_FLAGS: Mapping[tuple[str, str], str] = {
     ("dynmo-prep add-id", "--input-file"): "--input",
     ("dynmo-prep add-id", "--output-file"): "--output",
+    ("dynmo-prep extract-wiki", "--json"): "the output is JSON lines, in the folder of -o: AA/wiki_00",
+    ("dynmo-prep extract-wiki", "--processes"): "--workers",
     ("dynmo-prep merge", "--json_path"): "--input: the .json files of the folder",
     ("dynmo-prep find-duplicates", "--inputs"): "--input and --id-key, for each pair of file and key",
     ("dynmo-prep decontaminate", "--dedup-dataset"): "--input and --json-key",

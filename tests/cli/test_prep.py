@@ -131,6 +131,24 @@ def test_too_many_rejects_exit_4(prep, tmp_path):
     assert "1 of 2 lines are invalid documents" in err
     assert not (tmp_path / "out.jsonl").exists()
     assert prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--max-rejects", 0.5)[0] == 3
+    # What the input is, from its first line.
+    contents = {
+        "To be,\nor not\n": "make it of plain text: jq",
+        '[\n{"text": "a"},\n{}]\n': "one JSON array",
+        '{\n  "text":\n  3}': "one JSON document over several lines",
+        "WARC/1.0\r\n": "WARC",
+        "<html>\n": "XML or HTML",
+        "\x1f\x8b\x08": "name it .gz",
+        "\xff\xfe{\0": "iconv -f UTF-16",
+    }
+    for content, remedy in contents.items():
+        source.write_bytes(content.encode("latin-1"))
+        _, _, err = prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--overwrite")
+        assert remedy in err, err
+    source.write_text("To be,\nor not\n")
+    vocabulary = ("--tokenizer-type", "WhitespaceVocab", "--vocab-file", tmp_path / "vocab.json")
+    (tmp_path / "vocab.json").write_text('{"<unk>": 0}')
+    assert "use --plain-text" in prep("binarize", source, "-o", tmp_path / "data", *vocabulary)[2]
 
 
 def test_changed_settings_are_refused_without_overwrite(prep, tmp_path):
@@ -149,7 +167,18 @@ def test_changed_settings_are_refused_without_overwrite(prep, tmp_path):
         (("shuffle", "*.none", "-o", "out.jsonl"), "matches this pattern"),
         (("shuffle", "-o", "out.jsonl"), "name at least one input"),
         (("shuffle", "in.jsonl", "-o", "in.jsonl"), "is both input and output"),
-        (("shuffle", ".", "-o", "out.jsonl"), "is a folder"),
+        (("shuffle", ".", "-o", "out.jsonl"), "is a folder; name its files, for example './*.jsonl'"),
+        (("clean", "a.warc.gz", "-o", "out.jsonl"), "extract its pages to JSON lines first"),
+        (("clean", "s3://bucket/a.jsonl", "-o", "out.jsonl"), "aws s3 cp --recursive s3://bucket/a.jsonl"),
+        (("clean", "hf://datasets/a/b", "-o", "out.jsonl"), "hf download a/b --repo-type dataset"),
+        (("clean", "owner/data-set", "-o", "out.jsonl"), "hf download owner/data-set --repo-type dataset"),
+        (("clean", "in.jsonl", "-o", "s3://bucket/out.jsonl"), "s3://bucket/out.jsonl: addresses cannot be written"),
+        (
+            ("binarize", "in.jsonl", "-o", "out", "--tokenizer", "Owner/Model-1.5"),
+            "hf download Owner/Model-1.5 tokenizer",
+        ),
+        (("binarize", "in.jsonl", "-o", "out", "--tokenizer", "pieces"), "--tokenizer-type SentencePieceTokenizer"),
+        (("clean", "in.jsonl", "-o", "out", "--tokenizer", "tekken"), "it has tekken.json; transformers writes it"),
         (("pipeline", "no-such"), "neither a recipe file"),
         (("pipeline", "quickstart", "--set", "a.b=1"), "'a' is not a step of the recipe"),
         (("pipeline", "quickstart", "--set", "clean.nonsense=1"), "unknown key 'nonsense'"),
@@ -166,6 +195,10 @@ def test_invalid_usage_exits_2_with_a_remedy(prep, tmp_path, monkeypatch, argume
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "in.jsonl", documents(3))
     write(tmp_path / "corpus.jsonl", documents(3))
+    (tmp_path / "a.warc.gz").touch()
+    for name in ("pieces/tokenizer.model", "tekken/tekken.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     code, out, err = prep(*arguments)
     assert (code, out) == (2, "")
     assert message in err

@@ -149,6 +149,30 @@ def test_damaged_file_fails_its_task_without_output(prep, tmp_path, ending, dama
     assert prep("merge", f"in{ending}", "-o", "out", "--overwrite")[0] == 0
 
 
+@pytest.mark.parametrize("count", [1, 2, 20, 3 << 20])
+def test_bytes_after_a_gzip_stream_are_named(prep, tmp_path, count):
+    whole = compressed(".gz", b'{"text": "one"}\n') + compressed(".gz", b'{"text": "two"}\n')
+    (tmp_path / "in.gz").write_bytes(whole + b"x" * count)
+    code, _, err = prep("merge", "in.gz", "-o", "out")
+    assert (code, (tmp_path / "out").exists()) == (1, False)
+    assert f"the gzip stream is complete, but {count:,} bytes after it, from byte {len(whole)}, are not gzip" in err
+    (tmp_path / "in.gz").write_bytes(whole[:-4])
+    assert "truncated" in prep("merge", "in.gz", "-o", "out", "--overwrite")[2]
+
+
+def test_bytes_of_parquet_are_text_or_base64(prep, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+
+    columns = {"text": [b"caf\xc3\xa9", b"b\xff"], "more": [{"raw": [b"\xff\0"]}, None]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+    code, out, _ = prep("split-sentences", "in.parquet", "-o", "out", "--max-rejects", 0.5)
+    assert (code, "1 rejected (1 utf8)" in out) == (3, True)
+    assert json.loads((tmp_path / "out").read_text()) == {"text": "café", "more": {"raw": ["/wA="]}}
+    assert prep("split-sentences", "in.parquet", "-o", "all", "--utf8", "replace")[0] == 0
+    assert json.loads((tmp_path / "all").read_text().splitlines()[1])["text"] == "b\ufffd"
+
+
 def test_parquet_columns_above_the_depth_limit_fail_the_step(prep, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
 import pytest
+
+from dynmo_tools.dedup.shingles import jaccard
 
 WORDS = [f"{a}{b}" for a in ("ba", "ke", "li", "mo", "nu") for b in ("rt", "n", "ss", "x")]
 
@@ -74,7 +77,10 @@ def test_fix_runs_all_tasks_and_saves_dropped_documents(prep, tmp_path):
     assert read(tmp_path / "out.jsonl") == [{"text": "x" * 600 + " schön"}]
     import gzip
 
-    assert json.loads(gzip.decompress((tmp_path / "dropped.jsonl.gz").read_bytes())) == {"text": "short"}
+    assert json.loads(gzip.decompress((tmp_path / "dropped.jsonl.gz").read_bytes())) == {
+        "text": "short",
+        "drop_reason": "remove_512",
+    }
 
 
 def test_find_group_and_remove_match_dedup(prep, tmp_path):
@@ -92,8 +98,33 @@ def test_find_group_and_remove_match_dedup(prep, tmp_path):
     assert read(groups) == [{"0": ["u0", "u1", "u2"]}, {"1": ["u4", "u5"]}, {"2": ["u6", "u7"]}]
     code, out, _ = prep("remove-duplicates", source, "-o", left, "--groups", groups)
     assert (code, [row["n"] for row in read(left)]) == (0, [0, 3, 4, 6])
-    assert prep("dedup", source, "-o", at_once, "--task-bytes", 2000, "--workers", 2)[0] == 0
+    dropped = ("--save-dropped", tmp_path / "dropped.jsonl")
+    assert prep("dedup", source, "-o", at_once, "--task-bytes", 2000, "--workers", 2, *dropped)[0] == 0
     assert at_once.read_bytes() == left.read_bytes()
+    removed = [(row["n"], row["drop_reason"], row["duplicate_of"]) for row in read(tmp_path / "dropped.jsonl")]
+    assert removed == [(1, "duplicate", "u0"), (2, "duplicate", "u0"), (5, "duplicate", "u4"), (7, "duplicate", "u6")]
+    assert all(0.9 < row["jaccard"] <= 1 for row in read(tmp_path / "dropped.jsonl"))
+
+
+def test_dedup_keeps_a_document_that_only_a_chain_connects(prep, tmp_path):
+    words = [f"word{at * 7919 % 10007}" for at in range(800)]
+    rows = [{"url": f"u{at}", "text": " ".join(words[at * 5 : at * 5 + 300])} for at in range(60)]
+    source, output = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    dropped = tmp_path / "dropped.jsonl"
+    assert prep("dedup", source, "-o", output, "--save-dropped", dropped)[0] == 0
+    survivors = {row["url"]: row["text"] for row in read(output)}
+    assert 8 < len(survivors) < 25
+    assert len(survivors) + len(read(dropped)) == 60
+    for row in read(dropped):
+        assert jaccard(survivors[row["duplicate_of"]], row["text"], 5) == pytest.approx(row["jaccard"], abs=1e-6)
+        assert row["jaccard"] >= 0.9
+    for first, second in itertools.combinations(survivors.values(), 2):
+        assert jaccard(first, second, 5) < 0.92  # some pairs near the threshold share no band
+    code, out, _ = prep(
+        "dedup", source, "-o", output, "--grouping", "connected", "--save-dropped", dropped, "--overwrite"
+    )
+    assert (code, "1 out" in out) == (0, True)
+    assert {(row["duplicate_of"], row.get("jaccard")) for row in read(dropped)} == {("u0", None)}
 
 
 def test_documents_without_unique_names_are_never_lost(prep, tmp_path):

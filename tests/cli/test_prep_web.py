@@ -47,7 +47,7 @@ class Site(http.server.BaseHTTPRequestHandler):
         elif self.path == "/long":
             body = "x" * 100_000
         elif self.path == "/bytes":
-            kind, body = "text/plain; charset=ascii", "\xff" * (23 << 20)
+            kind, body = "text/plain; charset=ascii", "\xff" * (33 << 20)
         elif self.path == "/moved":
             self.send_response(302)
             self.send_header("Location", "/page1")
@@ -161,7 +161,7 @@ def test_edited_output_is_unchanged_and_overwrite_keeps_the_journal(prep, site, 
 
 @pytest.mark.complete
 def test_journal_has_pages_above_64_mib(prep, site, tmp_path):
-    """More than 64 MiB in the journal: each byte of invalid UTF-8 takes three bytes there."""
+    """More than 64 MiB in the journal: each byte of Latin-1 takes two bytes there."""
     _, base = site
     (tmp_path / "urls.txt").write_text(f"{base}/bytes\n")
     code, _, err = prep(

@@ -421,7 +421,7 @@ TARGETS = [
         f"{P}.tokenization.definitions:read_definition",
         _tokenizer_json,
         file="tokenizer.json",
-        call=lambda read, path: read(path).added_tokens(),
+        call=lambda read, path: read(path).added,
     ),
     file_target(
         f"{P}.tokenization.definitions:read_vocabulary",

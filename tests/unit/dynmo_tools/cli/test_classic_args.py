@@ -32,6 +32,11 @@ def test_megatron_pairs_become_flags():
     assert from_classic_syntax(words.split()) == ["add-id", "--input", "in", "--output", "out", "--id-prefix", "web"]
     words = "merge --json_path folder --output_file out"
     assert from_classic_syntax(words.split()) == ["merge", "--input", "folder/*.json", "--output_file", "out"]
+    words = "extract-wiki --json dump.xml.bz2 -b 1M --processes 4 -q -o wiki"
+    expected = "extract-wiki dump.xml.bz2 --workers 4 -o wiki/AA/wiki_00 --work-dir wiki.work"
+    assert from_classic_syntax(words.split()) == expected.split()
+    words = "extract-wiki dump.xml.bz2 --json --work-dir w -o wiki.jsonl.zst"
+    assert from_classic_syntax(words.split()) == words.replace("--json ", "").split()
     for same in ("find-duplicates --input-files a b c -o out", "merge --inputs a b -o out", "decontaminate in -o out"):
         assert from_classic_syntax(same.split()) == same.split()
 

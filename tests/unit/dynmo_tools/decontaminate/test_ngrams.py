@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001, E501 - text of other scripts
 from __future__ import annotations
 
 import random
@@ -7,7 +8,7 @@ import pytest
 
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.config.settings import parse_task
-from dynmo_tools.decontaminate.ngrams import NgramFinder, NgramSizes, ngrams_of, split_words, word_starts
+from dynmo_tools.decontaminate.ngrams import NgramFinder, NgramSizes, ScriptFinder, ngrams_of, split_words, word_starts
 from dynmo_tools.decontaminate.steps import clean_pieces, find_all, split_around, texts_under
 
 VOCABULARY = ["the", "a", "É", "b", "c", "d", "e"]
@@ -99,7 +100,7 @@ def test_clean_pieces_matches_megatron():
         tasks = [" ".join(rng.choices(VOCABULARY[:7], k=5)) for _ in range(2)]
         known = {ngram for text in tasks for ngram in ngrams_of(text, NgramSizes(min_words=2, max_words=3))}
         text = "".join(rng.choice(VOCABULARY[:7]) + rng.choice([" ", ". ", "  ", "! "]) for _ in range(80))
-        finder = NgramFinder(known, 3)
+        finder = ScriptFinder(known, 3)
         pieces = clean_pieces(text, finder, 5, 4)
         assert pieces == classic_pieces(text, known, 3, 5, 4)
         cut += len(pieces) > 1
@@ -107,7 +108,7 @@ def test_clean_pieces_matches_megatron():
 
 
 def test_find_all_counts_each_ngram_once_per_document():
-    finder = NgramFinder({"a b c", "x y z"}, 3)
+    finder = ScriptFinder({"a b c", "x y z"}, 3)
     assert find_all("a b c, a b c and x y z.", finder) == {"a b c", "x y z"}
     assert find_all("nothing here at all", finder) == set()
 
@@ -128,3 +129,41 @@ def test_parse_task_reads_name_file_and_key(tmp_path):
     for wrong in ("squad", "=x", "mine=x.json"):
         with pytest.raises(UsageError):
             parse_task(wrong)
+
+
+# An item of a task, and sentences around it that are not part of it.
+ITEMS = {
+    "zh": ("世界上流量最大的河流是哪一条河？", "昨天下午老师带我们去了图书馆。", "那里有很多旧地图，大家看得很高兴。"),
+    "ja": ("江戸時代に参勤交代を制度にした将軍は誰ですか。", "昨日の午後、先生と図書館へ行った。", "古い地図がたくさんあって楽しかった。"),
+    "th": ("แม่น้ำสายใดเป็นแม่น้ำที่ยาวที่สุดในทวีปเอเชียและไหลผ่านกี่ประเทศ", "เมื่อวานครูพาเราไปห้องสมุด ", "ที่นั่นมีแผนที่เก่ามากมาย "),
+    "hi": ("भारत की सबसे लंबी नदी कौन सी है और वह कहाँ से निकलती है", "कल शिक्षक हमें पुस्तकालय ले गए। ", "वहाँ बहुत से पुराने नक्शे थे। "),
+    "ar": ("ما هو أطول نهر في قارة أفريقيا ومن أين ينبع هذا النهر", "ذهبنا أمس مع المعلم إلى المكتبة. ", "هل رأيت الخرائط القديمة هناك؟ "),
+    "ko": ("아시아에서 가장 긴 강은 무엇이며 그 강은 어느 바다로 흘러 가는지", "어제 선생님과 도서관에 갔다. ", "거기에는 오래된 지도가 많았다. "),
+    "en": ("which of the rivers of the continent is the longest one of all", "Yesterday we went there. ", "It was full of old maps. "),
+}  # fmt: skip
+
+
+def test_items_of_every_script_are_removed_with_a_part_of_the_document():
+    for language, (item, first, second) in ITEMS.items():
+        known = list(ngrams_of(item, NgramSizes()))
+        assert known, language
+        finder = ScriptFinder(known, 13)
+        others = (first + second) * 20
+        (left, right) = clean_pieces(others + item + " " + others, finder, 20, 50)
+        for piece in (left, right):
+            assert finder.first(split_words(piece)) is None, language
+            assert len(piece) > len(others) - 80, language
+        assert clean_pieces(others, finder, 20, 50) == [others]
+    # Marks belong to their letters, and Latin words stay those of Megatron.
+    assert split_words("हिन्दी में שָׁלוֹם naïve e\u0301t 日本go") == [
+        "हिन्दी",
+        "में",
+        "שָׁלוֹם",
+        "naïve",
+        "e",
+        "t",
+        "日",
+        "本",
+        "go",
+    ]
+    assert list(ngrams_of("ประเทศไทยมีจังหวัดมากมาย", NgramSizes())) == []  # five words, whatever the number of letters

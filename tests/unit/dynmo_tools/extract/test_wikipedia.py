@@ -7,11 +7,12 @@ import pytest
 
 from dynmo_tools.io import mediawiki_dump
 from dynmo_tools.io.jsonl import Slice
-from dynmo_tools.io.mediawiki_dump import Page, read_base, read_pages
+from dynmo_tools.io.mediawiki_dump import Page, Site, read_pages, read_site
 from dynmo_tools.runner.task_manifest import Source, cut
 
 DUMP = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">
-<siteinfo><base>https://en.wikipedia.org/wiki/Main_Page</base></siteinfo>
+<siteinfo><base>https://en.wikipedia.org/wiki/Main_Page</base><namespaces><namespace key="-2" case="x">M</namespace>
+<namespace key="0" case="x" /><namespace case="x" key="6">A &amp; B</namespace></namespaces></siteinfo>
 <page><title>A</title><ns>0</ns><id>12</id>
 <revision><id>99</id><text>Some &lt;b&gt;text&lt;/b&gt;.</text></revision></page>
 <page><title>B</title><ns>0</ns><id>13</id><redirect title="A"/>
@@ -27,7 +28,12 @@ def dump(tmp_path, text=DUMP):
 
 def test_read_pages_yields_each_page(tmp_path):
     path = dump(tmp_path)
-    assert read_base(path) == "https://en.wikipedia.org/wiki"
+    site = Site(base="https://en.wikipedia.org/wiki", language="en", namespaces={-2: ["M"], 6: ["A & B"]})
+    assert read_site(path) == site
+    names = {"<base>": "<dbname>be_x_oldwiki</dbname><base>", "<mediawiki xmlns": '<mediawiki xml:lang="pt-BR" xmlns'}
+    languages = [read_site(dump(tmp_path, DUMP.replace(*name))).language for name in names.items()]
+    assert languages == ["be-x-old", "pt-br"]
+    path = dump(tmp_path)
     first, second = read_pages(Slice(path=path))
     assert first == Page(
         number="12", revision="99", title="A", namespace="0", redirect=False, markup="Some <b>text</b>."
@@ -41,9 +47,9 @@ def test_read_pages_of_a_truncated_dump_raises(tmp_path, left):
         list(read_pages(Slice(path=dump(tmp_path, DUMP[:-left]))))
 
 
-def test_read_base_of_another_format_raises(tmp_path):
+def test_read_site_of_another_format_raises(tmp_path):
     with pytest.raises(ElementTree.ParseError):
-        read_base(dump(tmp_path, "<feed></feed>"))
+        read_site(dump(tmp_path, "<feed></feed>"))
 
 
 @pytest.mark.parametrize("piece_bytes", [7, 64, 1 << 20])

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - signs of other scripts
 from __future__ import annotations
 
 import json
@@ -7,7 +8,15 @@ import ftfy
 import pytest
 import tokenizers
 
-from dynmo_tools.filters.clean import CleanSettings, clean_text, is_short, plain_punctuation, repair, token_counter
+from dynmo_tools.filters.clean import (
+    NORMALIZATION_OFF,
+    CleanSettings,
+    clean_text,
+    is_short,
+    plain_punctuation,
+    repair,
+    token_counter,
+)
 from dynmo_tools.filters.language import LanguageDetector
 from dynmo_tools.tokenization.definitions import built_in_gpt2
 from tests.tables import table
@@ -32,7 +41,12 @@ GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund und schläft d
     ],
 )
 def test_repair_matches_ftfy(text):
-    assert repair(text) == ftfy.fix_text(text)
+    for normalize in (False, True):
+        assert repair(text, normalize=normalize) == fix_text(text, normalize)
+
+
+def fix_text(text, normalize):
+    return ftfy.fix_text(text, ftfy.TextFixerConfig(**({} if normalize else NORMALIZATION_OFF)))
 
 
 def test_repair_of_several_lines_matches_ftfy(varied_texts):
@@ -50,17 +64,26 @@ def test_repair_of_several_lines_matches_ftfy(varied_texts):
         "\ud83d\ude00",
         "&lt;",
     ]
-    for _ in range(400):
-        text = "\n".join(rng.choices(pieces, k=rng.randrange(1, 7)))
-        assert repair(text) == ftfy.fix_text(text)
-    for text in varied_texts:
-        assert repair(text) == ftfy.fix_text(text)
+    texts = ["\n".join(rng.choices(pieces, k=rng.randrange(1, 7))) for _ in range(400)]
+    texts += [*varied_texts, *(f"word {chr(code)} word" for code in range(128))]
+    for text in texts:
+        normalize = rng.random() < 0.5
+        assert repair(text, normalize=normalize) == fix_text(text, normalize)
 
 
-def test_repair_of_each_ascii_character_matches_ftfy():
-    for code in range(128):
-        text = f"word {chr(code)} word"
-        assert repair(text) == ftfy.fix_text(text)
+def test_text_without_errors_is_unchanged_unless_normalized():
+    texts = {
+        "你好，世界！（真的吗？）《书》：１２３": "你好,世界!(真的吗?)《书》:123",
+        "彼は「ﾃｽﾄ」と言った。ＡＢＣ": "彼は「テスト」と言った。ABC",
+        "“It’s ‘fine’ — ﬁne”…": "\"It's 'fine' — fine\"…",
+        "cafe\u0301 \u212b \uf900 \u0958": "café Å 豈 क़",
+        "한글": "한글",
+        "a\r\nb\u2028c": "a\nb\nc",
+    }
+    for text, normalized in texts.items():
+        assert (repair(text), repair(text, normalize=True)) == (text, normalized)
+    # Errors are repaired in every script, next to such signs.
+    assert repair("“schÃ¶n”，\ud83d\ude00 &amp; \x1b[31mred") == "“schön”，😀 & red"
 
 
 GPT2 = token_counter(None)

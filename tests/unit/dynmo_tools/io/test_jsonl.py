@@ -94,10 +94,11 @@ def test_split_lines_allows_lines_at_the_limit(length):
     assert next(split_lines(io.BytesIO(b"x" * 1001 + b"\n"), 0, 1000)).raw is None
 
 
-def test_byte_order_mark_is_removed_from_the_first_line(tmp_path):
+def test_byte_order_marks_of_concatenated_files_are_removed(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + PAYLOAD)
-    assert next(iter(read_lines(Slice(path=path), 1 << 20))).raw == LINES[0]
+    path.write_bytes(2 * (b"\xef\xbb\xbf" + PAYLOAD))
+    raws = [line.raw for line in read_lines(Slice(path=path), 1 << 20)]
+    assert raws == 2 * LINES
 
 
 @pytest.mark.parametrize(

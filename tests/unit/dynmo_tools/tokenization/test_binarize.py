@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - punctuation of other scripts
 from __future__ import annotations
 
 import io
@@ -61,6 +62,14 @@ def test_pack_with_keep_empty_keeps_empty_documents():
         ("Wait... what? no. yes.", ["Wait... what? no. yes."]),
         ("1. First item\n2. Second item", ["1. First item\n2. Second item"]),
         ("  padded.  Next. ", ["padded.", "Next."]),
+        ("你好，世界！今天很好……我们走吧？！好。", ["你好，世界！", "今天很好……我们走吧？！", "好。"]),
+        ("“走吧。”他说。真的?是的!Yahoo!ニュース", ["“走吧。”", "他说。", "真的?", "是的!Yahoo!ニュース"]),
+        (
+            "「行くよ。」と言った。３．５倍（注。）だ。終わり．次",
+            ["「行くよ。」と言った。", "３．５倍（注。）だ。", "終わり．", "次"],
+        ),
+        ("هل أنت بخير؟ نعم، بخير. شكرا؟لا", ["هل أنت بخير؟", "نعم، بخير.", "شكرا؟", "لا"]),
+        ("यह घर है। वह स्कूल है।", ["यह घर है।", "वह स्कूल है।"]),
         ("", []),
         (" \n ", []),
     ],
@@ -76,7 +85,7 @@ def test_split_sentences_with_keep_newlines_keeps_white_space():
 def test_split_sentences_loses_white_space_only():
     rng = random.Random(2)
     for _ in range(300):
-        text = "".join(rng.choices("aB .!?\n\"')1", k=rng.randrange(80)))
+        text = "".join(rng.choices("aB .!?\n\"')1。」あ", k=rng.randrange(80)))
         assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
         assert "".join(split_sentences(text, keep_newlines=True)) == text.lstrip()
 

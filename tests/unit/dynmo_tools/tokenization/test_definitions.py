@@ -38,7 +38,7 @@ def test_read_definition_numbers_unigram_pieces_and_added_tokens(tmp_path):
     path.write_text(json.dumps({"model": {"vocab": [["<unk>", 0.0], ["a", -1.5]]}, "added_tokens": added}))
     read = read_definition(path)
     assert (read.ids, read.num_ids) == ({"<unk>": 0, "a": 1, "<|endoftext|>": 7}, 8)
-    assert read.added_tokens() == ["<|endoftext|>"]
+    assert read.added == ("<|endoftext|>",)
 
 
 @pytest.mark.parametrize(

@@ -153,3 +153,44 @@ def test_real_tokenizers_are_equal_on_both_engines(shared_data):
     assert not isinstance(fast, tokenizers.HuggingFaceTokenizer)
     exact = load_tokenizer(TokenizerFiles(model=files.model, engine=Engine.TOKENIZERS))
     assert same_ids(fast.encode_batch(texts), exact.encode_batch(texts))
+
+
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def test_recent_characters_have_the_ids_of_tokenizers(tmp_path):
+    """Letters and digits of Unicode 15 to 17, which are unknown to the tables of one library."""
+    signs = characters_of_bytes()
+    # A merge across the boundary of a word that one table has: the ids depend on it.
+    merges = [[first, signs[lead]] for first in "a1!" for lead in range(0xC2, 0xF5)]
+    ids = {token: number for number, token in enumerate([*signs, *map("".join, merges)])}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": QWEN_SPLIT}, "behavior": "Isolated", "invert": False}
+    document = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": ids, "merges": merges},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    kind = TokenizerType.HUGGING_FACE
+    exact, fast = (load(tmp_path / "tokenizer.json", engine, kind) for engine in (Engine.TOKENIZERS, Engine.GIGATOKEN))
+    assert isinstance(fast, RoutedTokenizer)
+    recent = [
+        *range(0x1C80, 0x1C90),
+        0x1E6C0,
+        0x11F02,
+        0x16D50,
+        0x2FFC,
+        *range(0x323B0, 0x323C0),
+        *range(0x10D40, 0x10D66),
+    ]
+    texts = [f"a{chr(code)}1{chr(code)}!{chr(code)} a" for code in [*recent, *range(0xC0, 0x3000, 7)]]
+    assert same_ids(fast.encode_batch(texts), exact.encode_batch(texts))
+    assert not same_ids(fast.fast.encode_batch(texts), exact.encode_batch(texts))
+    common = ["plain", "naïve café", "日本語のテキスト", "😀👍🏽", "Ελληνικά", "हिन्दी", "한국어", "\ue000"]
+    assert [fast._is_special(text) for text in common] == [False] * len(common)

@@ -49,7 +49,7 @@ def test_gpt2_files_match_the_tokenizers_library(gpt2_files, varied_texts):
 
 
 def test_gigatoken_returns_the_same_after_recreation(gpt2_files, varied_texts):
-    fast = load_tokenizer(gpt2_files)
+    fast = load_tokenizer(gpt2_files).fast
     assert isinstance(fast, GigatokenTokenizer)
     before = fast.encode_batch(varied_texts)
     fast.limit_bytes = 0
