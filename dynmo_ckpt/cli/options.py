@@ -77,7 +77,7 @@ Jobs = Annotated[
         min=1, max=MAX_JOBS, help="Number of copy threads; each needs up to 64 MiB. Default: 2, or 1 on one processor."
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.")]
 PlanOnly = Annotated[bool, typer.Option("--plan", help="Show files, bytes, memory and time; write nothing.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read everything back before OUT appears.")]
 CheckLogits = Annotated[

@@ -86,6 +86,8 @@ def convert(
         settings = replace(settings, logits=check)
     if output.write is None:  # refused by check_options; narrows the type
         raise UsageError(f"--to {output.name}: can only be read")
+    read_too = (*read.adapters, *(path for path in (read.config, write.tokenizer) if path is not None))
+    settings = replace(settings, inputs=(source, *read_too))
     write_export(
         checkpoint.directory, target, output.write(checkpoint, replace(write, with_optimizer=with_optimizer)), settings
     )
