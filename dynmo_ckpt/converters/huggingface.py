@@ -16,12 +16,11 @@ from ..huggingface.files import (
     read_config,
     read_generation_config,
     read_tensors,
-    tokenizer_files,
-    tokenizer_names,
     weight_index,
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
+from ..huggingface.tokenizer import copied_tokenizer, token_id_keys, tokenizer_folder, tokenizer_names
 from ..io.errors import UnsupportedError, errors_of, short_names
 from ..io.files import read_file
 from ..maps.name_map import layout_of, load_map, to_foreign
@@ -33,6 +32,7 @@ from .registry import CheckpointFormat
 
 QUANTIZATION_KEY = "quantization_config"
 MAX_SHARD_BYTES = 5_000_000_000
+NO_TOKENIZER = "none; --tokenizer DIR copies that of a directory"
 
 
 def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
@@ -128,9 +128,9 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     if options.dtype is None and len(dtypes) != 1:
         raise UnsupportedError(f"weights have the types {', '.join(dtypes)}; choose one with --dtype")
     dtype = options.dtype or dtypes[0]
-    inside = checkpoint.directory / "tokenizer"
-    tokenizer = options.tokenizer or (inside if inside.is_dir() else checkpoint.directory)
-    copied, end = tokenizer_files(tokenizer, model["vocab_size"], model["max_position_embeddings"])
+    stated = [] if source is None else [source["generation_config"], source["config"]]
+    folder = tokenizer_folder(checkpoint.directory, options.tokenizer)
+    tokenizer = copied_tokenizer(folder, model["vocab_size"], model["max_position_embeddings"], stated)
     tensors: Sequence[OutputTensor] = output_tensors(mapped, dtype, buffers)
     sparse = None
     if options.sparse_format is not None:
@@ -140,15 +140,15 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
         sparse = sparse_tensors(mapped, tensors, options.sparse_format, name)
         tensors = sparse.tensors
     files = tuple(plan_files(tensors, options.max_shard_bytes or MAX_SHARD_BYTES))
-    computed = hf_config(model, DTYPE_NAMES[dtype], end, preferred)
+    computed = hf_config(model, DTYPE_NAMES[dtype], None, preferred) | token_id_keys(tokenizer, ("bos", "eos"))
     config = with_class_names(export_config(source, model, computed), manifest)
     if sparse is not None:
         config = {**config, QUANTIZATION_KEY: dict(sparse.config)}
-    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    generation = token_id_keys(tokenizer, ("bos", "eos", "pad"))
     if model["family"] == "t5":
-        generation["decoder_start_token_id"] = end
+        generation["decoder_start_token_id"] = tokenizer.id_of("bos" if "bos" in tokenizer.special else "eos")
     settings = export_generation_config(source, {key: id_ for key, id_ in generation.items() if id_ is not None})
-    small = {"config.json": encode_json(config), **copied}
+    small = {"config.json": encode_json(config), **tokenizer.files}
     if settings is not None:
         small["generation_config.json"] = encode_json(settings)
     index = weight_index(files)
@@ -161,8 +161,11 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
         "tied_left_out": sorted(ties),
         "masks_applied": len(masks),
         "eos_token_id": config.get("eos_token_id"),
+        "tokenizer": short_names(sorted(tokenizer.files)) or NO_TOKENIZER,
         "optimizer_tensors_left_out": len(checkpoint.names("optimizer")),
     }
+    if tokenizer.beyond:
+        decisions["tokens_without_row"] = short_names(tokenizer.beyond)
     if sparse is not None:
         decisions |= {
             "sparse_weights": sparse.compressed,

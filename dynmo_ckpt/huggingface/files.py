@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory: configuration, weights with their index, generation settings, tokenizer."""
+"""The files of a Hugging Face directory: configuration, weights with their index, generation settings."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._common.document import MAX_TABLE_BYTES, encode_json, parse_any_json, short_repr
-from .._common.errors import UsageError
+from .._common.document import MAX_TABLE_BYTES, encode_json, parse_any_json
 from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..io.files import read_file
 from ..io.safetensors import read_index
@@ -17,22 +16,6 @@ from ..tensors.views import Tensor, as_tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import open_torch
 
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<eos>")
-# Copied byte for byte: loading and saving a tokenizer with transformers may drop metadata.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
-FURTHER_TEMPLATES = "additional_chat_templates"
 # Only for the message about a directory with weights of another kind.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -201,73 +184,3 @@ def weight_index(files: Sequence[SafetensorsFile]) -> bytes | None:
     total = sum(tensor.num_bytes for file in files for tensor in file.tensors)
     weight_map = {tensor.key: file.name for file in files for tensor in file.tensors}
     return encode_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def tokenizer_names(directory: Path) -> list[str]:
-    """Names of the tokenizer files in ``directory``, with those of further chat templates."""
-    further = sorted(path.name for path in (directory / FURTHER_TEMPLATES).glob("*.jinja") if path.is_file())
-    names = [*TOKENIZER_FILES, *(f"{FURTHER_TEMPLATES}/{name}" for name in further)]
-    return [name for name in names if (directory / name).is_file()]
-
-
-def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[dict[str, bytes], int | None]:
-    """Byte copies of the tokenizer files, with a configuration that AutoTokenizer opens, and the id of the end token.
-
-    Args:
-        directory: the directory of the files; it may have none.
-        vocab_size: the true vocabulary size of the model.
-        max_length: number of positions of the model.
-
-    Raises:
-        CorruptError: an invalid file.
-        UsageError: the tokenizer has more tokens than the vocabulary of the model.
-    """
-    files = {name: read_file(directory / name, MAX_TABLE_BYTES) for name in tokenizer_names(directory)}
-    if "tokenizer.json" not in files:
-        return files, _end_token_of_vocabulary(directory / "vocab.json", files.get("vocab.json"))
-    ids, last = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])
-    # Such a token would be beyond the embedding, which has no padding rows here. Added tokens may be: that of images of
-    # the small Gemma 3 has no row, and no text has it.
-    if last >= vocab_size:
-        raise UsageError(
-            f"{directory}: the tokenizer has the token id {last}; the vocabulary of the model ends at {vocab_size - 1}"
-        )
-    end = next((token for token in END_TOKENS if token in ids), None)
-    if "tokenizer_config.json" not in files:
-        special = {} if end is None else {"bos_token": end, "eos_token": end, "unk_token": end}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, **special}
-        files["tokenizer_config.json"] = encode_json(config)
-    return files, None if end is None else ids[end]
-
-
-def _token_ids(path: Path, payload: bytes) -> tuple[dict[str, int], int]:
-    """Ids of all tokens of a ``tokenizer.json``, added tokens included, and the largest one without these."""
-    try:
-        document = parse_any_json(payload, MAX_TABLE_BYTES)
-        vocabulary = document["model"]["vocab"]
-        named = dict(vocabulary) if isinstance(vocabulary, dict) else {row[0]: i for i, row in enumerate(vocabulary)}
-        added = {token["content"]: token["id"] for token in document.get("added_tokens") or []}
-        return _checked_ids(named | added), max(_checked_ids(named).values(), default=-1)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise CorruptError(f"{path}: not a tokenizer file: {error}") from error
-
-
-def _checked_ids(ids: dict[str, Any]) -> dict[str, int]:
-    for token, number in ids.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(
-                f"the id of {short_repr(token)} must be a non-negative integer, found {short_repr(number)}"
-            )
-    return ids
-
-
-def _end_token_of_vocabulary(path: Path, payload: bytes | None) -> int | None:
-    """Id of the end token in a ``vocab.json``; None without the file or the token."""
-    try:
-        vocabulary = {} if payload is None else parse_any_json(payload, MAX_TABLE_BYTES)
-        if not isinstance(vocabulary, dict):
-            raise ValueError("must be an object of tokens and ids")
-        ids = _checked_ids({token: vocabulary[token] for token in END_TOKENS if token in vocabulary})
-    except ValueError as error:
-        raise CorruptError(f"{path}: not a vocabulary: {error}") from error
-    return next(iter(ids.values()), None)

@@ -13,6 +13,7 @@ from .._common.document import (
     open_regular,
     read_bytes,
 )
+from .._common.errors import UsageError
 from .errors import CorruptError
 from .remote import RemotePath, open_remote, read_remote
 
@@ -47,6 +48,22 @@ def read_file(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
         raise CorruptError(f"{path}: cannot be read: {error.reason}") from error
     except DocumentError as error:
         raise CorruptError(f"{path}: {error.problems[0].message}") from error
+
+
+def check_link(path: Path, directory: Path) -> None:
+    """Refuse a file of a directory that is a link out of it: the output would have the contents of any file.
+
+    Snapshots of the hub's cache link to the ``blobs`` next to them.
+
+    Raises:
+        UsageError: the file is such a link.
+    """
+    if isinstance(path, RemotePath) or not path.is_symlink():
+        return
+    place, target = directory.resolve(), path.resolve()
+    roots = [place, *([place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [])]
+    if not any(target.is_relative_to(root) for root in roots):
+        raise UsageError(f"{path}: is a link to {target}, out of its directory; copy the file there")
 
 
 def read_tracker(path: Path) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from .._common.errors import DynmoError, UsageError
 from ..converters import BUILTIN
 from ..converters.registry import detect
-from ..huggingface.files import FURTHER_TEMPLATES, TOKENIZER_FILES, WEIGHT_SUFFIXES
+from ..huggingface.files import WEIGHT_SUFFIXES
+from ..huggingface.tokenizer import FURTHER_TEMPLATES, TIKTOKEN, TOKENIZER_FILES
 from ..io.directory import CheckReplaced, refuse_inputs
 from ..io.errors import CorruptError, short_names
 from ..io.remote import REPOSITORY_FILES, UPLOAD_MARK, RemotePath
@@ -27,9 +28,9 @@ WEIGHTS = (*WEIGHT_SUFFIXES, ".distcp")
 FILES = (
     *TOKENIZER_FILES,
     *REPOSITORY_FILES,
-    f"{FURTHER_TEMPLATES}/*.jinja",
+    *(TIKTOKEN, f"{FURTHER_TEMPLATES}/*.jinja"),
     # transformers and its trainer
-    *("*config.json", "*.index.json", "params.json", "trainer_state.json", "*_results.json", "*.tiktoken"),
+    *("*config.json", "*.index.json", "params.json", "trainer_state.json", "*_results.json"),
     *("modeling_*.py", "configuration_*.py", "tokenization_*.py", "LICENSE*", "NOTICE*", "USE_POLICY.md"),
     # this project
     *("conversion.json", MANIFEST, "LATEST"),
