@@ -66,7 +66,7 @@ def info(
         read = ReadOptions(step=step, headers_only=True, ignore_config=tuple(ignore_config or ()))
         checkpoint = open_and_report(path, found.name, read)
         directory, manifest = path, {**checkpoint.manifest, "files": stored_files(checkpoint)}
-    summary = summarize(str(directory), manifest)
+    summary = summarize(str(directory), manifest, None if found.name == "native" else found.name)
     if report is Format.JSON:
         names = [name for name in manifest["tensors"] if tensors and fnmatchcase(name, tensors)]
         listed = {"tensors": {name: manifest["tensors"][name] for name in names}}

@@ -158,7 +158,7 @@ ModelConfig = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="Directory with the model's config.json, for a distributed checkpoint without one.",
+        help="Directory with the model's config.json, for Megatron and distributed checkpoints.",
         rich_help_panel=Panel("Reading", rare=True),
     ),
 ]

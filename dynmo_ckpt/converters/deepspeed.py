@@ -26,10 +26,12 @@ from .._common.document import (
 )
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
+from ..huggingface.tokenizer import carried_files
 from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
 from ..io.files import read_tracker
 from ..maps.name_map import load_map
 from ..megatron.arguments import read_args
+from ..megatron.config_args import config_args
 from ..megatron.read import (
     HEAD_COPY,
     LAYER_NAME,
@@ -48,7 +50,7 @@ from ..tensors.copy_plan import ExportPlan
 from ..tensors.views import Tensor
 from ..torch_save.reader import TorchFile, open_torch
 from .assemble import from_megatron, state_decisions
-from .registry import CheckpointFormat
+from .registry import MEGATRON_OPTIONS, CheckpointFormat
 from .zero import read_zero, shard_files, shard_state
 
 # A pipeline without tensor parallelism has no "-model_TT" in the names of its layer files.
@@ -79,7 +81,7 @@ def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
         raise CorruptError(f"{directory}: has no mp_rank_*_model_states.pt")
     first = open_torch(ranks[min(ranks)])
     tree = first.tree if isinstance(first.tree, dict) else {}
-    args = read_args(tree, str(first.path))
+    args = read_args(tree, str(first.path)) or config_args(options, directory)
     if any(directory.glob("layer_*_expert_*")) or any(directory.glob("expert_*")):
         raise UnsupportedError(f"{directory}: experts (MoE) of DeepSpeed are not supported")
     number = tree.get("iteration", tree.get("global_steps", 0))
@@ -315,7 +317,7 @@ def _canonical(name: str) -> str:
 
 
 def _read(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
-    return from_megatron(open_deepspeed(path, options), path)
+    return from_megatron(open_deepspeed(path, options), path, step_directory(path, options.step), options)
 
 
 def write_deepspeed(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
@@ -329,6 +331,7 @@ def write_deepspeed(checkpoint: NativeCheckpoint, options: WriteOptions) -> Expo
     files, small = plan_deepspeed(
         checkpoint, tensor_parallel_size=options.tp, dtype=options.dtype, with_optimizer=options.with_optimizer
     )
+    small |= carried_files(checkpoint, options.tokenizer, f"global_step{checkpoint.manifest['step']}")
     decisions = state_decisions(checkpoint, options) | {"tensor_parallel_size": options.tp}
     return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)
 
@@ -343,4 +346,5 @@ DEEPSPEED = CheckpointFormat(
     topology=("tp",),
     stores_optimizer=True,
     has_steps=True,
+    options=MEGATRON_OPTIONS,
 )

@@ -151,8 +151,8 @@ def plan_gguf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan
     dtype = _file_type(options.dtype, named)
     outputs = [_output(name, item, dtype) for name, item in named]
     outputs += [(tensor, "F32") for tensor in rotary_tensors(model)]
-    folder = tokenizer_folder(checkpoint.directory, options.tokenizer)
-    stated = [] if source is None else [source["config"], source["generation_config"]]
+    folder = tokenizer_folder(checkpoint, options.tokenizer)
+    stated = [] if source is None else [source["config"]]
     add_tokenizer, tokenizer, of_text = tokenizer_keys(folder, model["vocab_size"], stated)
 
     def keys(writer: Any) -> None:

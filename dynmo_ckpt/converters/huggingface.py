@@ -59,6 +59,7 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         options.drop,
         run_id=directory.resolve().name,
         source=source_of(config, read_generation_config(directory)),
+        untie=options.untie,
     )
     return checkpoint, [*computed, *remarks]
 
@@ -129,7 +130,7 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
         raise UnsupportedError(f"weights have the types {', '.join(dtypes)}; choose one with --dtype")
     dtype = options.dtype or dtypes[0]
     stated = [] if source is None else [source["generation_config"], source["config"]]
-    folder = tokenizer_folder(checkpoint.directory, options.tokenizer)
+    folder = tokenizer_folder(checkpoint, options.tokenizer)
     tokenizer = copied_tokenizer(folder, model["vocab_size"], model["max_position_embeddings"], stated)
     tensors: Sequence[OutputTensor] = output_tensors(mapped, dtype, buffers)
     sparse = None
@@ -184,4 +185,5 @@ HUGGING_FACE = CheckpointFormat(
     detect=lambda path: (path / "config.json").is_file(),
     read=read_hf,
     write=plan_hf,
+    options=("untie", "drop", "adapters"),
 )

@@ -40,6 +40,18 @@ if TYPE_CHECKING:
 
 GROUP = "dynmo_ckpt.formats"
 DEFAULT_READ = ReadOptions()
+# Options that only some formats have, by field.
+OPTIONS = {
+    "vocab_size": "--vocab-size",
+    "num_attention_heads": "--num-attention-heads",
+    "sparse": "--sparse",
+    "first_replica": "--replicas first",
+    "untie": "--untie",
+    "drop": "--drop",
+    "config": "--config",
+    "adapters": "--adapter",
+}
+MEGATRON_OPTIONS = tuple(name for name in OPTIONS if name != "adapters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +68,7 @@ class CheckpointFormat:
         topology: the fields of ``WriteOptions`` that ``write`` uses, of ``tp``, ``pp``, ``vpp``, ``partition``.
         stores_optimizer: whether ``write`` can include the optimizer state.
         has_steps: whether a path may be a run directory with several steps, so that ``--step`` has a meaning.
+        options: the fields of ``ReadOptions`` that ``read`` uses, of those in ``OPTIONS``; None: all.
     """
 
     name: str
@@ -67,6 +80,7 @@ class CheckpointFormat:
     topology: tuple[str, ...] = ()
     stores_optimizer: bool = False
     has_steps: bool = False
+    options: tuple[str, ...] | None = None
 
 
 def get_format(name: str) -> CheckpointFormat:
@@ -138,11 +152,10 @@ def open_checkpoint(
         raise UsageError(f"{path}: checkpoints of the format {found.name} can only be written")
     if options.step is not None and not found.has_steps:
         raise UsageError(f"{path}: --step selects a step of a run directory; {found.name} checkpoints have one step")
-    if options.adapters and found.name != "hf":
-        raise UsageError(
-            f"{path}: --adapter merges into a Hugging Face directory; convert this {found.name} checkpoint with --to hf"
-            " first"
-        )
+    unused = [] if found.options is None else sorted(set(OPTIONS) - set(found.options))
+    if field := next((name for name in unused if getattr(options, name) != getattr(DEFAULT_READ, name)), None):
+        remedy = "; convert this checkpoint with --to hf first" if field == "adapters" else ""
+        raise UsageError(f"{path}: {OPTIONS[field]}: has no effect on {found.name} checkpoints; leave it out{remedy}")
     if not options.optimizer_if_present:
         return found.read(path, options)
     # Only opening shows whether there is a state. A second open is cheap, for no tensor is read.

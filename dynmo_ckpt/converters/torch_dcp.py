@@ -31,10 +31,12 @@ from ..formats.choices import ReadOptions, WriteOptions
 from ..huggingface.files import read_config, read_generation_config
 from ..huggingface.models import ARCHITECTURES
 from ..huggingface.source_config import source_of
+from ..huggingface.tokenizer import carried_files
 from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
 from ..io.files import read_file, read_tracker
 from ..io.safetensors import DTYPE_BYTES
 from ..megatron.arguments import read_args
+from ..megatron.config_args import config_args
 from ..megatron.core_decoder import OUTPUT, WORD, is_decoder
 from ..megatron.core_names import EXTRA_STATE, legacy_names
 from ..megatron.read import (
@@ -60,7 +62,7 @@ from ..torch_save.pickles import MAX_PICKLE_BYTES, GlobalName, OpaquePickle, Ten
 from ..torch_save.reader import TorchFile, open_torch
 from .assemble import from_map, from_megatron, model_from_config, state_decisions
 from .read_titan_optimizer import with_optimizer_state
-from .registry import CheckpointFormat
+from .registry import MEGATRON_OPTIONS, CheckpointFormat
 from .titan_models import titan_tensors
 
 METADATA, COMMON = ".metadata", "common.pt"
@@ -376,7 +378,7 @@ def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[s
     found = open_dcp(path, options.step)
     kind, tensors = plain_names(found.tensors)
     if kind == "core":
-        return from_megatron(_core(found, tensors, options), path)
+        return from_megatron(_core(found, tensors, options), path, found.directory, options)
     if options.with_optimizer:
         if not any(map(OPTIMIZER_NAME.match, (*found.tensors, *found.other))):
             raise NoOptimizerStateError(
@@ -390,13 +392,24 @@ def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[s
     config = _config(found.directory, options)
     name = "" if kind == "titan" else _map_of(config, found.directory)
     model = model_from_config(config, (options.config or found.directory) / "config.json", options)
-    source, run_id = source_of(config, read_generation_config(options.config or found.directory)), path.resolve().name
+    # Without one next to the configuration: that of a conversion from a Hugging Face directory.
+    places = (options.config or found.directory, found.directory / "tokenizer")
+    generation = next(filter(None, map(read_generation_config, places)), None)
+    source, run_id = source_of(config, generation), path.resolve().name
     drop = options.drop
     if kind != "titan":
-        return from_map(found.directory, model, name, tensors, drop, run_id=run_id, source=source)
+        return from_map(found.directory, model, name, tensors, drop, run_id=run_id, source=source, untie=options.untie)
     titan, tensors = titan_tensors(found.directory, model, tensors, drop)
     checkpoint, remarks = from_map(
-        found.directory, model, titan.map, tensors, drop, run_id=run_id, source=source, variant=titan.variant
+        found.directory,
+        model,
+        titan.map,
+        tensors,
+        drop,
+        run_id=run_id,
+        source=source,
+        variant=titan.variant,
+        untie=options.untie,
     )
     if options.with_optimizer:
         checkpoint = with_optimizer_state(found, checkpoint, titan, drop, WRAPPERS)
@@ -426,7 +439,7 @@ def _map_of(config: Mapping[str, Any], directory: Path) -> str:
 
 def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: ReadOptions) -> MegatronCheckpoint:
     """Megatron-core's tensors are not split: they make one stage on one tensor-parallel rank."""
-    args = read_args(found.common, str(found.directory))
+    args = read_args(found.common, str(found.directory)) or config_args(options, found.directory)
     number = found.common.get("iteration", 0)
     step = number if isinstance(number, int) else 0
     progress = read_progress(found.common, args, step, found.number)
@@ -520,6 +533,7 @@ def write_core(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPla
         UnsupportedError: a family other than GPT and Llama, or a tensor without a map.
     """
     files, small = plan_core(checkpoint, dtype=options.dtype, with_optimizer=options.with_optimizer)
+    small |= carried_files(checkpoint, options.tokenizer, f"iter_{checkpoint.manifest['step']:07d}")
     return ExportPlan(files=tuple(files), small_files=small, decisions=state_decisions(checkpoint, options))
 
 
@@ -532,4 +546,5 @@ TORCH_DCP = CheckpointFormat(
     write=write_core,
     stores_optimizer=True,
     has_steps=True,
+    options=MEGATRON_OPTIONS,
 )

@@ -13,6 +13,7 @@ from .._common.protobuf import protobuf_fields
 from .._common.special_tokens import ID_KEYS, MODEL_SETTINGS, TOKENIZER_SETTINGS, merged_settings, special_ids
 from ..io.errors import CorruptError, short_name
 from ..io.files import check_link, read_file
+from ..native.checkpoint import NativeCheckpoint
 
 # Copied byte for byte: loading and saving a tokenizer with transformers may drop metadata.
 TOKENIZER_FILES = (
@@ -55,10 +56,28 @@ class TokenizerCopy:
         return self.special.get(name, (None,))[0]
 
 
-def tokenizer_folder(directory: Path, chosen: Path | None) -> Path:
+def tokenizer_folder(checkpoint: NativeCheckpoint, chosen: Path | None) -> Path:
     """The folder of a checkpoint's tokenizer: the one that was chosen, ``tokenizer``, or that of the weights."""
-    inside = directory / "tokenizer"
-    return chosen or (inside if inside.is_dir() else directory)
+    inside = checkpoint.tokenizer or checkpoint.directory / "tokenizer"
+    return chosen or (inside if inside.is_dir() else checkpoint.directory)
+
+
+def carried_files(checkpoint: NativeCheckpoint, chosen: Path | None, folder: str) -> dict[str, bytes]:
+    """The tokenizer and the configuration of the input by path, for formats that have no place for them.
+
+    They are in ``tokenizer`` of an iteration, as those of Megatron-Bridge; the readers of such formats find them there.
+
+    Args:
+        checkpoint: the input.
+        chosen: a directory with another tokenizer, or None.
+        folder: the directory of the iteration; empty where that is the whole checkpoint.
+    """
+    prefix = f"{folder}/tokenizer" if folder else "tokenizer"
+    place, source = tokenizer_folder(checkpoint, chosen), checkpoint.manifest.get("source") or {}
+    files = {name: read_file(place / name, MAX_TABLE_BYTES) for name in tokenizer_names(place)}
+    stated = {"config.json": source.get("config"), "generation_config.json": source.get("generation_config")}
+    files |= {name: encode_json(contents) for name, contents in stated.items() if contents is not None}
+    return {f"{prefix}/{name}": payload for name, payload in files.items()}
 
 
 def tokenizer_names(directory: Path) -> list[str]:

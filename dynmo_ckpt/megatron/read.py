@@ -146,8 +146,13 @@ def find_iteration(path: Path, step: int | None) -> Path:
     return path / name
 
 
-def open_legacy(path: Path, options: ReadOptions) -> MegatronCheckpoint:
+def open_legacy(path: Path, options: ReadOptions, described: Args | None = None) -> MegatronCheckpoint:
     """Index a legacy checkpoint of any topology; the bytes of replicas alone are read, to compare them.
+
+    Args:
+        path: a run directory, or one iteration.
+        options: how to read.
+        described: the arguments of the model, for files that record none.
 
     Raises:
         UnsafePickleError: a file refers to more than plain data.
@@ -159,7 +164,11 @@ def open_legacy(path: Path, options: ReadOptions) -> MegatronCheckpoint:
     grid = _read_ranks(directory, options.with_optimizer)
     first = grid[0][0]
     facts = RankMetadata(
-        path=first.path, args=first.args, version=first.version, step=first.step, progress=first.progress
+        path=first.path,
+        args=first.args or described or {},
+        version=first.version,
+        step=first.step,
+        progress=first.progress,
     )
     if not options.with_optimizer:
         return assemble(facts, *_numbered_stages(grid), options)

@@ -175,8 +175,10 @@ def test_convert_never_replaces_its_input(ckpt, checkpoint):
         assert "replace the input" in ckpt("merge", run_dir, target, "--overwrite", code=2).stderr
     ckpt("convert", run_dir, run_dir.parent / "hf", "--to", "hf", "--no-check-logits")
     convert = ("convert", run_dir, run_dir.parent / "hf", "--to", "hf", "--overwrite")
-    for option in ("--tokenizer", "--config"):
-        assert "replace the input" in ckpt(*convert, option, run_dir.parent / "hf", code=2).stderr
+    assert "replace the input" in ckpt(*convert, "--tokenizer", run_dir.parent / "hf", code=2).stderr
+    ckpt("convert", run_dir, run_dir.parent / "core", "--to", "dcp")
+    convert = ("convert", run_dir.parent / "core", run_dir.parent / "hf", "--to", "hf", "--overwrite")
+    assert "replace the input" in ckpt(*convert, "--config", run_dir.parent / "hf", code=2).stderr
     page = ckpt("diff", run_dir, run_dir, "--html", step_of(run_dir) / "manifest.json", code=2)
     assert "not a page" in page.stderr
 

@@ -1,6 +1,7 @@
 """dynmo-ckpt between formats, split, reshard and diff, from the outside."""
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -241,3 +242,60 @@ def test_convert_compression_memory_to_native_only(ckpt, tmp_path, monkeypatch):
     exported = [(tmp_path / f"{name}-hf" / "model.safetensors").read_bytes() for name in ("in", "plain")]
     assert exported[0] == exported[1]
     assert "no tensor differs" in ckpt("diff", tmp_path / "in-legacy", tmp_path / "plain-legacy").stdout
+
+
+def with_tokenizer(directory):
+    """A Hugging Face directory with a tokenizer, and ids that its vocabulary does not show."""
+    document = {"model": {"vocab": {"a": 0, "<|endoftext|>": 1, "<|im_end|>": 2}}, "added_tokens": []}
+    (directory / "tokenizer.json").write_text(json.dumps(document))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [2, 1], "bos_token_id": None}))
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 1], "top_p": 0.5}')
+    return directory
+
+
+def test_way_back_from_every_format_keeps_tokenizer_and_configuration(ckpt, native, tmp_path):
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    with_tokenizer(tmp_path / "in")
+    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    for name in ("dcp", "legacy", "deepspeed"):
+        ckpt("convert", tmp_path / "in", tmp_path / name, "--to", name)
+        ckpt("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf")
+        for each in names:
+            found = [json.loads((tmp_path / place / each).read_text()) for place in ("in", f"{name}-hf")]
+            assert found[0] == found[1], (name, each)
+        row = ckpt("info", tmp_path / name).stdout
+        assert name in row
+        assert "written" not in row
+
+
+def test_megatron_core_without_arguments_takes_those_of_the_configuration(ckpt, native, tmp_path):
+    """As Megatron-Bridge writes it; a configuration of another model is reported."""
+    import torch
+
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    ckpt("convert", native[0], tmp_path / "core", "--to", "dcp")
+    recorded = ("convert", tmp_path / "core", tmp_path / "x", "--to", "native", "--config", tmp_path / "other")
+    shutil.copytree(with_tokenizer(tmp_path / "in"), tmp_path / "other")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "n_head": config["n_head"] // 2}))
+    assert "the arguments of the checkpoint decide" in ckpt(*recorded).stderr
+    common = next((tmp_path / "core").glob("iter_*")) / "common.pt"
+    torch.save({"iteration": 8}, common)
+    bare = ("convert", tmp_path / "core", tmp_path / "out", "--to", "hf")
+    assert "--config" in ckpt(*bare, code=2).stderr
+    assert "--tokenizer DIR" in ckpt(*bare, "--config", tmp_path / "in").stderr
+    assert "no tensor differs" in ckpt("diff", tmp_path / "in", tmp_path / "out").stdout
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [2, 1]
+
+
+def test_options_without_effect_are_refused_and_untie_separates_the_head(ckpt, native, tmp_path):
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    convert = ("convert", tmp_path / "in", tmp_path / "out", "--to", "native")
+    for option in (["--config", tmp_path / "in"], ["--vocab-size", "5"], ["--replicas", "first"], ["--sparse"]):
+        assert f"{option[0]}" in ckpt(*convert, *option, code=2).stderr
+    ckpt(*convert, "--untie")
+    stored = load_file(next((tmp_path / "out").glob("model-*.safetensors")))
+    assert np.array_equal(stored["head.weight"], stored["embedding.word.weight"])
+    assert "hf, GPT2LMHeadModel" in ckpt("info", tmp_path / "in").stdout
