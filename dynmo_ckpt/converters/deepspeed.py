@@ -31,6 +31,7 @@ from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, s
 from ..io.files import read_tracker
 from ..maps.name_map import load_map
 from ..megatron.arguments import read_args
+from ..megatron.check_places import check_iteration
 from ..megatron.config_args import config_args
 from ..megatron.read import (
     HEAD_COPY,
@@ -90,6 +91,7 @@ def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
     version = tree.get("checkpoint_version", 3.0)
     if not isinstance(number, int) or not isinstance(version, int | float):
         raise CorruptError(f"{first.path}: iteration {short_repr(number)}, checkpoint_version {short_repr(version)}")
+    check_iteration(directory, number)
     layers = _layer_files(directory)
     progress = _progress(directory, first, args, number, with_optimizer=options.with_optimizer)
     facts = RankMetadata(path=first.path, args=args, version=float(version), step=number, progress=progress)

@@ -36,6 +36,7 @@ from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, s
 from ..io.files import read_file, read_tracker
 from ..io.safetensors import DTYPE_BYTES
 from ..megatron.arguments import read_args
+from ..megatron.check_places import check_iteration
 from ..megatron.config_args import config_args
 from ..megatron.core_decoder import OUTPUT, WORD, is_decoder
 from ..megatron.core_names import EXTRA_STATE, legacy_names
@@ -442,6 +443,7 @@ def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: 
     args = read_args(found.common, str(found.directory)) or config_args(options, found.directory)
     number = found.common.get("iteration", 0)
     step = number if isinstance(number, int) else 0
+    check_iteration(found.directory, step)
     progress = read_progress(found.common, args, step, found.number)
     # Version 3.0, because Megatron-core has its order of query, key and value rows.
     facts = RankMetadata(path=found.directory, args=args, version=3.0, step=step, progress=progress)
