@@ -20,13 +20,14 @@ from .._common.document import (
 )
 from .._common.errors import UsageError
 from .._common.panel import Panel
-from ..converters import BUILTIN
+from ..converters import BUILTIN, NOT_READ, NOT_WRITTEN
 from ..formats.choices import AUTO, Dtype, ReadOptions, ReplicaPolicy, SparseFormat, WriteOptions
 from ..io.remote import parse_location
 
 if TYPE_CHECKING:
     from ..operations.write import WriteSettings
 
+READABLE = [name for name in BUILTIN if name not in NOT_READ]
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 
 Input = Annotated[
@@ -57,8 +58,8 @@ SourceFormat = Annotated[
     typer.Option(
         "--from",
         metavar="FORMAT",
-        help=f"Format of IN: auto, {', '.join(BUILTIN)}, or another one of `dynmo-ckpt formats`.",
-        autocompletion=lambda: [AUTO, *BUILTIN],
+        help=f"Format of IN: auto, {', '.join(READABLE)}, or another one of `dynmo-ckpt formats`.",
+        autocompletion=lambda: [AUTO, *READABLE],
     ),
 ]
 TargetFormat = Annotated[
@@ -67,7 +68,7 @@ TargetFormat = Annotated[
         "--to",
         metavar="FORMAT",
         help="Format of OUT, such as native, hf or legacy; `dynmo-ckpt formats` lists all.",
-        autocompletion=lambda: list(BUILTIN),
+        autocompletion=lambda: [name for name in BUILTIN if name not in NOT_WRITTEN],
     ),
 ]
 Report = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]

@@ -76,6 +76,11 @@ def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tenso
             return read(directory / name)
         if (directory / f"{name}.index.json").exists():
             return _indexed(directory / f"{name}.index.json", read)
+    if absent := [path.name for path in directory.glob("*") if path.is_symlink() and not path.exists()]:
+        raise CorruptError(
+            f"{directory}: {short_names(sorted(absent))}: links to missing files; download the model again, as with "
+            "`hf download`"
+        )
     others = sorted(path.name for path in directory.glob("*") if path.suffix in WEIGHT_SUFFIXES)
     raise CorruptError(
         f"{directory}: must have model.safetensors or pytorch_model.bin, or an index of such files"

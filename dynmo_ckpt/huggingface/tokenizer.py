@@ -89,7 +89,7 @@ def tokenizer_names(directory: Path) -> list[str]:
     further = sorted(path.name for path in (directory / FURTHER_TEMPLATES).glob("*.jinja") if path.is_file())
     tables = sorted(path.name for path in directory.glob(TIKTOKEN))
     names = [*TOKENIZER_FILES, *tables, *(f"{FURTHER_TEMPLATES}/{name}" for name in further)]
-    found = [name for name in names if (directory / name).is_file()]
+    found = [name for name in names if (directory / name).is_file() or (directory / name).is_symlink()]
     for name in found:
         check_link(directory / name, directory)
     return found

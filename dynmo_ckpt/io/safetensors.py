@@ -81,6 +81,11 @@ def read_index(path: Path, *, quantized: bool = False) -> Index:
             text_bytes = int.from_bytes(length, "little")
             if len(length) < 8:
                 raise CorruptError(f"{path}: not a safetensors file: has {size} bytes, and a header has at least 8")
+            if length.isascii() and length.decode().isprintable():
+                raise CorruptError(
+                    f"{path}: not a safetensors file: begins with the text {length.decode()!r}, as a page or a pickle "
+                    "in its place; download it again"
+                )
             if 8 + text_bytes > size or text_bytes > HEADER_LIMIT_BYTES:
                 raise CorruptError(f"{path}: a header of {text_bytes} bytes does not fit into a file of {size} bytes")
             text = handle.read(text_bytes)

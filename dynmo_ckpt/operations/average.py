@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .._common.errors import UsageError
+from ..converters import NOT_WRITTEN
 from ..converters.registry import get_format, open_and_report
 from ..formats.choices import AUTO, ReadOptions, WriteOptions
 from ..io.errors import UnsupportedError, short_names
@@ -86,7 +87,7 @@ def average(
         DynmoError: the errors of reading, planning and writing, by exit code.
     """
     shares = shares_of(len(sources), weights, decay)
-    output = get_format(target_format)
+    output = get_format(target_format, NOT_WRITTEN)
     check_options(output, write, with_optimizer=False)
     checkpoints = [open_and_report(source, AUTO, read) for source in sources]
     inputs = tuple(checkpoint.directory for checkpoint in checkpoints)
