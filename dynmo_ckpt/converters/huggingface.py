@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +16,19 @@ from ..huggingface.files import (
     DTYPE_NAMES,
     output_tensors,
     plan_files,
+    raw_type,
     read_config,
     read_generation_config,
     read_tensors,
     weight_index,
+    without_wrappers,
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
 from ..huggingface.tokenizer import copied_tokenizer, token_id_keys, tokenizer_folder, tokenizer_names
 from ..io.errors import UnsupportedError, errors_of, short_names
 from ..io.files import read_file
-from ..maps.name_map import layout_of, load_map, to_foreign
+from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan, OutputTensor
 from ..tensors.views import Tensor
@@ -32,6 +37,7 @@ from .registry import CheckpointFormat
 
 QUANTIZATION_KEY = "quantization_config"
 MAX_SHARD_BYTES = 5_000_000_000
+RENAMED = "the names of wrappers, such as module. and _orig_mod., are removed"
 NO_TOKENIZER = "none; --tokenizer DIR copies that of a directory"
 
 
@@ -61,7 +67,9 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         source=source_of(config, read_generation_config(directory)),
         untie=options.untie,
     )
-    return checkpoint, [*computed, *remarks]
+    # Quantized weights have other names too; these are computed anyway.
+    is_renamed = config["model_type"] != raw_type(directory) or computed == [RENAMED]
+    return replace(checkpoint, is_renamed=is_renamed), [*computed, *remarks]
 
 
 def _tensors(
@@ -69,14 +77,16 @@ def _tensors(
 ) -> tuple[Mapping[str, Tensor], list[str]]:
     """The plain tensors of a directory, with adapters merged, and remarks for the user."""
     if config.get(QUANTIZATION_KEY) is None and not options.adapters:
-        return read_tensors(directory), []
+        found = read_tensors(directory)
+        plain = without_wrappers(found)
+        return plain, [] if plain.keys() == found.keys() else [RENAMED]
     # Here, because they import numpy, which `info` of other directories does not need.
     from ..huggingface.adapters import merge_adapters, read_adapter
     from ..huggingface.quantized import dequantized_tensors, quantization_of
 
     with errors_of(directory / "config.json"):
         quantization = quantization_of(config, options.ignore_config)
-    stored = read_tensors(directory, quantized=quantization is not None)
+    stored = without_wrappers(read_tensors(directory, quantized=quantization is not None))
     tensors, dequantized = dequantized_tensors(stored, quantization)
     adapters = [read_adapter(each, options.ignore_config) for each in options.adapters]
     is_transposed = config.get("model_type") == "gpt2"
@@ -110,8 +120,8 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
 
     Raises:
         CorruptError: a file ends early.
-        UnsupportedError: no architecture computes the model, a tensor has no map, weights have several types, or do
-            not fit ``sparse_format``.
+        UnsupportedError: no architecture computes the model, a tensor has no map, or weights do not fit
+            ``sparse_format``.
     """
     manifest = checkpoint.manifest
     model, ties = manifest["model"], manifest["ties"]
@@ -125,14 +135,13 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     masks = checkpoint.masks()
     mapped = to_foreign(layout, checkpoint.weights(), ties, masks)
     buffers = set(checkpoint.names("buffer"))
-    dtypes = sorted({item.content.dtype for item in mapped if item.source_name not in buffers})
-    if options.dtype is None and len(dtypes) != 1:
-        raise UnsupportedError(f"weights have the types {', '.join(dtypes)}; choose one with --dtype")
-    dtype = options.dtype or dtypes[0]
+    types = _types([item for item in mapped if item.source_name not in buffers])
+    # The configuration has one type: that of most weights. Each tensor keeps its own in the files.
+    dtype = options.dtype or types[0]
     stated = [] if source is None else [source["generation_config"], source["config"]]
     folder = tokenizer_folder(checkpoint, options.tokenizer)
     tokenizer = copied_tokenizer(folder, model["vocab_size"], model["max_position_embeddings"], stated)
-    tensors: Sequence[OutputTensor] = output_tensors(mapped, dtype, buffers)
+    tensors: Sequence[OutputTensor] = output_tensors(mapped, options.dtype, buffers)
     sparse = None
     if options.sparse_format is not None:
         # Here, because it imports numpy, which other plans do not need.
@@ -165,8 +174,8 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
         "tokenizer": short_names(sorted(tokenizer.files)) or NO_TOKENIZER,
         "optimizer_tensors_left_out": len(checkpoint.names("optimizer")),
     }
-    if tokenizer.beyond:
-        decisions["tokens_without_row"] = short_names(tokenizer.beyond)
+    decisions |= {"types": ", ".join(types)} if options.dtype is None and len(types) > 1 else {}
+    decisions |= {"tokens_without_row": short_names(tokenizer.beyond)} if tokenizer.beyond else {}
     if sparse is not None:
         decisions |= {
             "sparse_weights": sparse.compressed,
@@ -176,6 +185,14 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     if name == "megatron-bert" and model["activation"] != "gelu":
         decisions["differs"] = "transformers applies the MLP's activation in the head too; DynMo applies the exact GELU"
     return ExportPlan(files=files, small_files=small, decisions=decisions)
+
+
+def _types(mapped: Sequence[MappedTensor]) -> list[str]:
+    """The types of tensors, that of the most elements first."""
+    sizes: Counter[str] = Counter()
+    for item in mapped:
+        sizes[item.content.dtype] += math.prod(item.shape)
+    return sorted(sizes, key=lambda name: (-sizes[name], name))
 
 
 HUGGING_FACE = CheckpointFormat(

@@ -28,7 +28,7 @@ from .._common.document import (
 )
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
-from ..huggingface.files import read_config, read_generation_config
+from ..huggingface.files import WRAPPERS, read_config, read_generation_config, without_wrappers
 from ..huggingface.models import ARCHITECTURES
 from ..huggingface.source_config import source_of
 from ..huggingface.tokenizer import carried_files
@@ -96,8 +96,6 @@ ANCHORS = {
     "wte.weight": "hf",
 }
 OPTIMIZER_NAME = re.compile(r"(.*\.)?optim(izer)?\.")
-# What torch.compile, activation checkpointing and FSDP insert into the names of parameters.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,8 +348,7 @@ def plain_names(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
         UnsupportedError: no word embedding has a known name.
     """
     named = {name: tensor for name, tensor in tensors.items() if not OPTIMIZER_NAME.match(name)}
-    for wrapper in WRAPPERS:
-        named = {name.replace(wrapper, ""): tensor for name, tensor in named.items()}
+    named = without_wrappers(named)
     found = [(name, anchor) for anchor in ANCHORS for name in named if name == anchor or name.endswith(f".{anchor}")]
     if not found:
         raise UnsupportedError(

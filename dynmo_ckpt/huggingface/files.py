@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ from ..tensors.copy_plan import OutputTensor, SafetensorsFile, safetensors_file,
 from ..tensors.views import Tensor, as_tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import open_torch
+from .config_keys import with_known_type
 
 # Only for the message about a directory with weights of another kind.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+# What torch.compile, activation checkpointing and FSDP insert into the names of parameters, and DDP before them.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+DATA_PARALLEL = "module."
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -27,7 +31,32 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         CorruptError: the file is missing, or not a JSON object.
     """
-    return json_object(directory / "config.json")
+    return with_known_type(json_object(directory / "config.json"))
+
+
+def raw_type(directory: Path) -> Any:
+    """The ``model_type`` that ``config.json`` states, which may be another name of a known one.
+
+    Raises:
+        CorruptError: as of ``read_config``.
+    """
+    return json_object(directory / "config.json").get("model_type")
+
+
+def without_wrappers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of the plain module, without those of torch.compile, FSDP, DDP and checkpointing.
+
+    Raises:
+        CorruptError: two tensors have the same name then.
+    """
+    plain = dict(tensors)
+    for wrapper in WRAPPERS:
+        plain = {name.replace(wrapper, ""): tensor for name, tensor in plain.items()}
+    if plain and all(name.startswith(DATA_PARALLEL) for name in plain):
+        plain = {name.removeprefix(DATA_PARALLEL): tensor for name, tensor in plain.items()}
+    if len(plain) < len(tensors):
+        raise CorruptError("tensors have the same names without those of wrappers, such as _orig_mod")
+    return plain
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
@@ -146,12 +175,14 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
     return tensors
 
 
-def output_tensors(mapped: Sequence[MappedTensor], dtype: str, buffers: Collection[str] = ()) -> list[OutputTensor]:
+def output_tensors(
+    mapped: Sequence[MappedTensor], dtype: str | None, buffers: Collection[str] = ()
+) -> list[OutputTensor]:
     """The tensors of a directory in the order of ``mapped``.
 
     Args:
         mapped: the tensors under the names of transformers; pruned elements become zero.
-        dtype: the type to write, as in safetensors.
+        dtype: the type to write, as in safetensors; None keeps that of each tensor.
         buffers: native names of tensors that keep their type: the biases of experts are float32 in every model.
     """
     return [
@@ -160,7 +191,7 @@ def output_tensors(mapped: Sequence[MappedTensor], dtype: str, buffers: Collecti
             shape=m.shape,
             content=m.content,
             mask=m.mask,
-            cast=None if m.content.dtype == dtype or m.source_name in buffers else dtype,
+            cast=None if dtype in (None, m.content.dtype) or m.source_name in buffers else dtype,
         )
         for m in mapped
     ]

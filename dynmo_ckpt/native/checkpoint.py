@@ -30,6 +30,7 @@ class NativeCheckpoint:
         tensors: the stored tensors by global name, in the order of the manifest.
         scratch: keeps alive the directory with unpacked tensors.
         tokenizer: the directory of the tokenizer's files; None: next to the weights, or in ``tokenizer`` there.
+        is_renamed: a Hugging Face directory with names that transformers does not read, such as those of wrappers.
     """
 
     directory: Path
@@ -37,6 +38,7 @@ class NativeCheckpoint:
     tensors: Mapping[str, Tensor]
     scratch: object = None
     tokenizer: Path | None = None
+    is_renamed: bool = False
 
     def names(self, *roles: str) -> list[str]:
         """Names of the stored tensors with one of ``roles``."""

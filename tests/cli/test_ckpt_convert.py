@@ -299,3 +299,20 @@ def test_options_without_effect_are_refused_and_untie_separates_the_head(ckpt, n
     stored = load_file(next((tmp_path / "out").glob("model-*.safetensors")))
     assert np.array_equal(stored["head.weight"], stored["embedding.word.weight"])
     assert "hf, GPT2LMHeadModel" in ckpt("info", tmp_path / "in").stdout
+
+
+def test_names_of_wrappers_several_types_and_aliases_are_converted(ckpt, native, tmp_path):
+    """The logits are compared by the reference model: transformers reads other names."""
+    from safetensors.numpy import save_file
+
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    for wrapped in ("module.", "_orig_mod.", "module._orig_mod."):
+        save_file({f"{wrapped}{name}": value for name, value in stored.items()}, tmp_path / "in" / "model.safetensors")
+        assert "logits of input" in ckpt("convert", tmp_path / "in", tmp_path / wrapped, "--to", "native").stderr
+        assert "no tensor differs" in ckpt("diff", tmp_path / wrapped, native[0]).stdout
+    mixed = {name: value.astype(np.float16) if "mlp" in name else value for name, value in stored.items()}
+    save_file(mixed, tmp_path / "in" / "model.safetensors")
+    assert "types: F32, F16" in ckpt("convert", tmp_path / "in", tmp_path / "mixed", "--to", "hf").stderr
+    found = load_file(tmp_path / "mixed" / "model.safetensors")
+    assert {name: value.dtype for name, value in found.items()} == {name: value.dtype for name, value in mixed.items()}
