@@ -14,6 +14,7 @@ from ..formats.choices import ReadOptions, WriteOptions
 from ..huggingface.deepseek import prediction_layers
 from ..huggingface.files import (
     DTYPE_NAMES,
+    WEIGHT_FILES,
     output_tensors,
     plan_files,
     raw_type,
@@ -33,6 +34,7 @@ from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan, OutputTensor
 from ..tensors.views import Tensor
 from .assemble import check_model, from_map, model_from_config
+from .deepspeed import read_transformers
 from .registry import CheckpointFormat
 
 QUANTIZATION_KEY = "quantization_config"
@@ -48,11 +50,19 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         CorruptError: a file is missing or broken, the configuration has impossible sizes, or tied tensors differ.
         UnsupportedError: another architecture, or tensors that the map does not have.
     """
+    has_weights = any((directory / f"{name}{end}").exists() for name in WEIGHT_FILES for end in ("", ".index.json"))
+    if not has_weights and (directory / "latest").is_file():
+        # The Trainer of transformers saves a configuration, and DeepSpeed the weights.
+        found = read_transformers(directory, options)
+        if found is not None:
+            return found
     stored = read_config(directory)
     # The output has plain weights, so its configuration must not describe quantized ones.
     config = {key: value for key, value in stored.items() if key != QUANTIZATION_KEY}
     model = model_from_config(config, directory / "config.json", options)
     tensors, computed = _tensors(directory, stored, model, options)
+    if options.adapters:
+        config, model = _with_added_rows(config, model, tensors, options)
     further = prediction_layers(config, set(tensors))
     if further:
         model["mtp_num_layers"] = further
@@ -68,7 +78,7 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         untie=options.untie,
     )
     # Quantized weights have other names too; these are computed anyway.
-    is_renamed = config["model_type"] != raw_type(directory) or computed == [RENAMED]
+    is_renamed = config["model_type"] != raw_type(directory) or computed == [RENAMED] or bool(options.adapters)
     return replace(checkpoint, is_renamed=is_renamed), [*computed, *remarks]
 
 
@@ -92,6 +102,20 @@ def _tensors(
     is_transposed = config.get("model_type") == "gpt2"
     tensors, merged = merge_adapters(tensors, adapters, transposed=is_transposed, tied=model["tied_embeddings"])
     return tensors, [*dequantized, *merged, *_other_tokenizers(directory, options.adapters)]
+
+
+def _with_added_rows(
+    config: dict[str, Any], model: dict[str, Any], tensors: Mapping[str, Tensor], options: ReadOptions
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configuration and model with the number of rows that an adapter has extended the vocabulary to."""
+    layout = layout_of(load_map(ARCHITECTURES[config["model_type"]].map), model)
+    word = next((link.foreign for link in layout.links if link.native == "embedding.word.weight"), "")
+    rows = tensors[word].shape[0] if word in tensors else model["vocab_size"]
+    if rows <= model["vocab_size"]:
+        return config, model
+    multiple = options.make_vocab_size_divisible_by
+    grown = {"vocab_size": rows, "padded_vocab_size": -(-rows // multiple) * multiple}
+    return {**config, "vocab_size": rows}, {**model, **grown}
 
 
 def _other_tokenizers(directory: Path, adapters: Sequence[Path]) -> list[str]:

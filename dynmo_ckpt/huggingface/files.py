@@ -17,6 +17,7 @@ from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import open_torch
 from .config_keys import with_known_type
 
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # Only for the message about a directory with weights of another kind.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 # What torch.compile, activation checkpointing and FSDP insert into the names of parameters, and DDP before them.
@@ -100,7 +101,7 @@ def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tenso
         UnsupportedError: a type that DynMo does not read.
     """
     safetensors = _quantized_safetensors if quantized else safetensors_tensors
-    for name, read in (("model.safetensors", safetensors), ("pytorch_model.bin", torch_tensors)):
+    for name, read in zip(WEIGHT_FILES, (safetensors, torch_tensors), strict=True):
         if (directory / name).exists():
             return read(directory / name)
         if (directory / f"{name}.index.json").exists():

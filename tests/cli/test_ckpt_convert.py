@@ -316,3 +316,48 @@ def test_names_of_wrappers_several_types_and_aliases_are_converted(ckpt, native,
     assert "types: F32, F16" in ckpt("convert", tmp_path / "in", tmp_path / "mixed", "--to", "hf").stderr
     found = load_file(tmp_path / "mixed" / "model.safetensors")
     assert {name: value.dtype for name, value in found.items()} == {name: value.dtype for name, value in mixed.items()}
+
+
+def deepspeed_of_transformers(directory, folder, stored, stage, ranks=2):
+    """The files of DeepSpeed for a model of transformers: the module, or shards of its float32 masters (ZeRO 3)."""
+    import torch
+
+    tensors = {name: torch.from_numpy(value) for name, value in stored.items()}
+    shapes = [{name: value.shape for name, value in tensors.items()}]
+    (directory / folder).mkdir(parents=True)
+    (directory / "latest").write_text(folder)
+    model = {"module": tensors, "param_shapes": shapes, "global_steps": 4, "ds_version": "0.18.0"}
+    if stage == 3:
+        model["module"] = {name: torch.zeros(0) for name in tensors}
+        for rank in range(ranks):
+            parts = []
+            for value in tensors.values():
+                size = -(-value.numel() // ranks)
+                flat = torch.nn.functional.pad(value.flatten(), (0, size * ranks - value.numel()))
+                parts.append(flat[rank * size : (rank + 1) * size])
+            flat = torch.cat(parts)
+            adam = {"state": {0: {"step": 4, "exp_avg": flat, "exp_avg_sq": flat}}, "param_groups": []}
+            state = {"zero_stage": 3, "partition_count": ranks, "fp32_flat_groups": [flat]}
+            shard = {"optimizer_state_dict": {**state, "optimizer_state_dict": adam}}
+            torch.save(shard, directory / folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    name = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
+    torch.save(model, directory / folder / f"{name}_model_states.pt")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_of_the_trainer_and_of_accelerate_is_converted(ckpt, native, tmp_path, stage):
+    """The first one has the configuration next to it, the second one needs ``--config``."""
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    deepspeed_of_transformers(tmp_path / "trainer", "global_step4", stored, stage)
+    deepspeed_of_transformers(tmp_path / "accelerate", "pytorch_model", stored, stage)
+    shutil.copy(tmp_path / "in" / "config.json", tmp_path / "trainer")
+    with_tokenizer(tmp_path / "trainer")
+    ckpt("convert", tmp_path / "trainer", tmp_path / "one", "--to", "hf")
+    assert "no tensor differs" in ckpt("diff", tmp_path / "one", tmp_path / "in").stdout
+    assert (tmp_path / "one" / "tokenizer.json").exists()
+    convert = ("convert", tmp_path / "accelerate", tmp_path / "two", "--to", "native")
+    assert "give its directory with --config" in ckpt(*convert, code=2).stderr
+    ckpt(*convert, "--config", tmp_path / "in")
+    assert "no tensor differs" in ckpt("diff", tmp_path / "two", tmp_path / "in").stdout
+    assert "--no-optimizer" in ckpt(*convert, "--config", tmp_path / "in", "--with-optimizer", code=5).stderr
