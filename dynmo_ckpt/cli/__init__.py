@@ -22,6 +22,7 @@ from .._common.console import (
     progress,
     run_app,
 )
+from .._common.errors import UsageError
 from .._common.option_groups import grouped
 from ..formats.choices import AUTO, ReadOptions, VerifyLevel, WriteOptions
 from ..io.remote import parse_location
@@ -65,7 +66,7 @@ def info(
         read = ReadOptions(step=step, headers_only=True, ignore_config=tuple(ignore_config or ()))
         checkpoint = open_and_report(path, found.name, read)
         directory, manifest = path, {**checkpoint.manifest, "files": stored_files(checkpoint)}
-    summary = summarize(str(directory), manifest)
+    summary = summarize(str(directory), manifest, None if found.name == "native" else found.name)
     if report is Format.JSON:
         names = [name for name in manifest["tensors"] if tensors and fnmatchcase(name, tensors)]
         listed = {"tensors": {name: manifest["tensors"][name] for name in names}}
@@ -195,6 +196,8 @@ def diff(
     from ..io.errors import EXIT_DIFFERENCE
     from ..operations.compare import SETTING
 
+    if html is not None and html.exists() and html.suffix not in (".html", ".htm"):
+        raise UsageError(f"--html {html}: exists and is not a page; choose a name that ends in .html")
     roles = ("parameter", "buffer", "mask", *(("optimizer",) if with_optimizer else ()))
     found = _differences(left, right, roles, atol, ignore_config=ignore_config)
     listed = {} if html is None else {"tensors": _write_page(html, left, right, roles, atol, found, ignore_config)}

@@ -159,7 +159,10 @@ def merge_partitions(
     # The vocabulary is named after its kind, for the input may have any name, and AutoTokenizer finds it by name.
     copied = {_tokenizer_name(file): file.read_bytes() for file in (vocab_file, merge_file) if file is not None}
     export = replace(export, small_files={**export.small_files, **copied})
-    settings = WriteSettings(jobs=processes, verify=True, overwrite=overwrite, plan_only=plan, format=report)
+    inputs = tuple(file for file in (vocab_file, merge_file) if file is not None)
+    settings = WriteSettings(
+        jobs=processes, verify=True, overwrite=overwrite, plan_only=plan, format=report, inputs=inputs
+    )
     write_export(checkpoint.directory, out, export, settings)
 
 

@@ -20,13 +20,14 @@ from .._common.document import (
 )
 from .._common.errors import UsageError
 from .._common.panel import Panel
-from ..converters import BUILTIN
+from ..converters import BUILTIN, NOT_READ, NOT_WRITTEN
 from ..formats.choices import AUTO, Dtype, ReadOptions, ReplicaPolicy, SparseFormat, WriteOptions
 from ..io.remote import parse_location
 
 if TYPE_CHECKING:
     from ..operations.write import WriteSettings
 
+READABLE = [name for name in BUILTIN if name not in NOT_READ]
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 
 Input = Annotated[
@@ -57,8 +58,8 @@ SourceFormat = Annotated[
     typer.Option(
         "--from",
         metavar="FORMAT",
-        help=f"Format of IN: auto, {', '.join(BUILTIN)}, or another one of `dynmo-ckpt formats`.",
-        autocompletion=lambda: [AUTO, *BUILTIN],
+        help=f"Format of IN: auto, {', '.join(READABLE)}, or another one of `dynmo-ckpt formats`.",
+        autocompletion=lambda: [AUTO, *READABLE],
     ),
 ]
 TargetFormat = Annotated[
@@ -67,7 +68,7 @@ TargetFormat = Annotated[
         "--to",
         metavar="FORMAT",
         help="Format of OUT, such as native, hf or legacy; `dynmo-ckpt formats` lists all.",
-        autocompletion=lambda: list(BUILTIN),
+        autocompletion=lambda: [name for name in BUILTIN if name not in NOT_WRITTEN],
     ),
 ]
 Report = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
@@ -77,7 +78,7 @@ Jobs = Annotated[
         min=1, max=MAX_JOBS, help="Number of copy threads; each needs up to 64 MiB. Default: 2, or 1 on one processor."
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.")]
 PlanOnly = Annotated[bool, typer.Option("--plan", help="Show files, bytes, memory and time; write nothing.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read everything back before OUT appears.")]
 CheckLogits = Annotated[
@@ -158,7 +159,7 @@ ModelConfig = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="Directory with the model's config.json, for a distributed checkpoint without one.",
+        help="Directory with the model's config.json, for Megatron and distributed checkpoints.",
         rich_help_panel=Panel("Reading", rare=True),
     ),
 ]

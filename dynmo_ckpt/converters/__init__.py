@@ -15,3 +15,17 @@ BUILTIN = {
     "gguf": "gguf:GGUF",
     "llama2c": "llama2c:LLAMA2C",
 }
+# Formats without a reader, and without a writer.
+NOT_READ = ("gguf",)
+NOT_WRITTEN = ("llama2c",)
+# Names of a format in other programs, as the value of --to and --from.
+ALIASES = {
+    **dict.fromkeys(
+        ("torch_dist", "distcp", "torch_dcp", "mcore", "megatron", "megatron-core", "megatron_core"), "dcp"
+    ),
+    **dict.fromkeys(("legacy-megatron", "megatron-legacy"), "legacy"),
+    **dict.fromkeys(("huggingface", "hugging_face", "transformers", "safetensors"), "hf"),
+    **dict.fromkeys(("ds", "megatron-deepspeed"), "deepspeed"),
+    **dict.fromkeys(("llama.cpp", "llamacpp"), "gguf"),
+    **{"torchtitan": "titan", "dynmo": "native"},
+}

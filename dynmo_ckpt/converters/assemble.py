@@ -17,9 +17,11 @@ from .. import __version__
 from .._common.document import Problem, envelope
 from ..formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
 from ..formats.checkpoint_rules import EXPERT_BIASES, block_items
+from ..huggingface.files import read_config, read_generation_config
 from ..huggingface.models import hf_model
+from ..huggingface.source_config import source_of, unlike_config
 from ..io.errors import CorruptError, UnsupportedError, errors_of, short_names
-from ..maps.name_map import MappedTensor, layout_of, load_map, model_ties, to_native
+from ..maps.name_map import Layout, MappedTensor, layout_of, load_map, model_ties, to_native
 from ..megatron.training_progress import in_manifest
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.views import Tensor
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from ..megatron.read import MegatronCheckpoint
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+WORDS = ("embedding.word.weight", "encoder.embedding.word.weight")
 RNG = {"scheme": "hash(seed,step,microbatch,item)", "seed": 0}
 
 
@@ -104,6 +107,7 @@ def from_map(
     run_id: str,
     source: Mapping[str, Any] | None = None,
     variant: str = "",
+    untie: bool = False,
 ) -> tuple[NativeCheckpoint, list[str]]:
     """A checkpoint from whole tensors under the names of a table of ``maps/``.
 
@@ -116,6 +120,7 @@ def from_map(
         run_id: the name of the run, after ``from-``.
         source: the ``source`` of the manifest.
         variant: of the table.
+        untie: a tied head becomes a separate weight.
 
     Returns:
         The checkpoint, and remarks for the user.
@@ -124,7 +129,11 @@ def from_map(
         CorruptError: tied tensors differ.
         UnsupportedError: tensors that the map does not have, or that are not of real numbers.
     """
-    layout = layout_of(load_map(map_name, variant), model)
+    name_map = load_map(map_name, variant)
+    if untie and model["tied_embeddings"]:
+        model = {**model, "tied_embeddings": False}
+        found = {**found, **_separate_head(directory, layout_of(name_map, model), found)}
+    layout = layout_of(name_map, model)
     dropped = [name for name in found if any(fnmatchcase(name, pattern) for pattern in drop)]
     tensors = {name: [tensor] for name, tensor in found.items() if name not in dropped}
     ties = model_ties(model)
@@ -157,12 +166,41 @@ def from_map(
     return checkpoint, [f"{short_names([name])}: left out by --drop" for name in dropped]
 
 
-def from_megatron(found: MegatronCheckpoint, path: Path) -> tuple[NativeCheckpoint, list[str]]:
-    """A checkpoint from the result of one of Megatron's readers, and remarks for the user."""
+def _separate_head(directory: Path, layout: Layout, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The head of a model without a tie, by its foreign name: what is stored, else the embedding.
+
+    Raises:
+        UnsupportedError: the architecture has no head of its own.
+    """
+    names = {link.native: link.foreign for link in layout.links}
+    head, word = names.get("head.weight"), next((names[each] for each in WORDS if each in names), "")
+    if head is None or word not in found:
+        raise UnsupportedError(f"{directory}: --untie: this architecture has no head besides the embedding")
+    return {head: found.get(head, found[word])}
+
+
+def from_megatron(
+    found: MegatronCheckpoint, path: Path, iteration: Path, options: ReadOptions
+) -> tuple[NativeCheckpoint, list[str]]:
+    """A checkpoint from the result of one of Megatron's readers, and remarks for the user.
+
+    Args:
+        found: the result.
+        path: the input.
+        iteration: the directory of the iteration, which may have the tokenizer.
+        options: may name the configuration of the model.
+    """
     run_id = f"from-{path.resolve().name}"
     manifest = new_manifest(found.model, _shapes(found.tensors), found.ties, run_id=run_id, step=found.step)
     # Only the seed: DynMo's trainer derives random numbers from seed and step, so Megatron's states have no use.
     manifest |= in_manifest(found.progress) | {"rng": {**RNG, "seed": found.progress.seed}}
+    remarks = list(found.remarks)
+    place = options.config or iteration / "tokenizer"
+    if options.config is not None or (place / "config.json").is_file():
+        source = source_of(read_config(place), read_generation_config(place))
+        manifest["source"] = source
+        if options.config is not None and (unlike := unlike_config(source["config"], found.model)):
+            remarks.append(f"{place / 'config.json'}: {unlike}; the arguments of the checkpoint decide")
     tensors = {item.name: item.content for item in found.tensors}
     pruned = total = 0
     # equality imports numpy, which a checkpoint without masks does not need.
@@ -177,8 +215,14 @@ def from_megatron(found: MegatronCheckpoint, path: Path) -> tuple[NativeCheckpoi
         manifest["dynamic"]["pruning"] = {"sparsity": pruned / total, "sparsity_by_item": {}}
     if found.optimizer:
         _add_optimizer(manifest, tensors, found)
-    checkpoint = NativeCheckpoint(directory=path, manifest=manifest, tensors=tensors, scratch=found.scratch)
-    return checkpoint, found.remarks
+    checkpoint = NativeCheckpoint(
+        directory=path,
+        manifest=manifest,
+        tensors=tensors,
+        scratch=found.scratch,
+        tokenizer=iteration / "tokenizer" if (iteration / "tokenizer").is_dir() else None,
+    )
+    return checkpoint, remarks
 
 
 def _add_optimizer(manifest: dict[str, Any], tensors: dict[str, Tensor], found: MegatronCheckpoint) -> None:

@@ -1,4 +1,4 @@
-"""Reads Megatron-DeepSpeed checkpoints: pipeline layer files, or one module's states for each tensor-parallel rank.
+"""Reads DeepSpeed's checkpoints: pipeline layer files, or one module's states for each tensor-parallel rank.
 
 ============  ==========================================  =================================================
 ZeRO          weights                                     optimizer state
@@ -9,7 +9,8 @@ none          16-bit, in the model's files                in the model's files, 
 ============  ==========================================  =================================================
 
 A layer file ``layer_LL-model_TT-model_states.pt`` has one layer: the embedding first, then the blocks, then the final
-norm and the head.
+norm and the head. A module under the names of transformers, as its Trainer and Accelerate save it, has a
+``config.json``.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ from .._common.document import (
 )
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
+from ..huggingface.files import read_config, read_generation_config
+from ..huggingface.models import ARCHITECTURES
+from ..huggingface.source_config import source_of
+from ..huggingface.tokenizer import carried_files
 from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
 from ..io.files import read_tracker
 from ..maps.name_map import load_map
 from ..megatron.arguments import read_args
+from ..megatron.check_places import check_iteration
+from ..megatron.config_args import config_args
 from ..megatron.read import (
     HEAD_COPY,
     LAYER_NAME,
@@ -47,13 +54,15 @@ from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan
 from ..tensors.views import Tensor
 from ..torch_save.reader import TorchFile, open_torch
-from .assemble import from_megatron, state_decisions
-from .registry import CheckpointFormat
+from .assemble import from_map, from_megatron, model_from_config, state_decisions
+from .registry import MEGATRON_OPTIONS, CheckpointFormat
+from .torch_dcp import ANCHORS, plain_names
 from .zero import read_zero, shard_files, shard_state
 
 # A pipeline without tensor parallelism has no "-model_TT" in the names of its layer files.
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 # ZeRO 3 writes a model file for each data-parallel rank; that of rank 0 has everything that is read from it.
+TRANSFORMERS_WORDS = tuple(anchor for anchor, kind in ANCHORS.items() if kind == "hf")
 RANK_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 LM = "language_model."
 
@@ -79,7 +88,7 @@ def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
         raise CorruptError(f"{directory}: has no mp_rank_*_model_states.pt")
     first = open_torch(ranks[min(ranks)])
     tree = first.tree if isinstance(first.tree, dict) else {}
-    args = read_args(tree, str(first.path))
+    args = read_args(tree, str(first.path)) or config_args(options, directory)
     if any(directory.glob("layer_*_expert_*")) or any(directory.glob("expert_*")):
         raise UnsupportedError(f"{directory}: experts (MoE) of DeepSpeed are not supported")
     number = tree.get("iteration", tree.get("global_steps", 0))
@@ -88,6 +97,7 @@ def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
     version = tree.get("checkpoint_version", 3.0)
     if not isinstance(number, int) or not isinstance(version, int | float):
         raise CorruptError(f"{first.path}: iteration {short_repr(number)}, checkpoint_version {short_repr(version)}")
+    check_iteration(directory, number)
     layers = _layer_files(directory)
     progress = _progress(directory, first, args, number, with_optimizer=options.with_optimizer)
     facts = RankMetadata(path=first.path, args=args, version=float(version), step=number, progress=progress)
@@ -315,7 +325,70 @@ def _canonical(name: str) -> str:
 
 
 def _read(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
-    return from_megatron(open_deepspeed(path, options), path)
+    found = read_transformers(path, options)
+    if found is not None:
+        return found
+    return from_megatron(open_deepspeed(path, options), path, step_directory(path, options.step), options)
+
+
+def read_transformers(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]] | None:
+    """Open a checkpoint of a model of transformers, as its Trainer and Accelerate save it; None for another model.
+
+    Raises:
+        CorruptError: a file is missing or broken, or shapes contradict the configuration.
+        UnsupportedError: optimizer state, several model-parallel ranks, or a model that is not implemented.
+        UsageError: there is no ``config.json``.
+    """
+    directory = step_directory(path, options.step)
+    ranks = _numbered(directory, RANK_FILE)
+    if not ranks:
+        return None
+    model = open_torch(ranks[min(ranks)])
+    shapes = model.tree.get("param_shapes") if isinstance(model.tree, dict) else None
+    groups = [shapes] if isinstance(shapes, dict) else shapes if isinstance(shapes, list) else []
+    names = [str(name) for group in groups if isinstance(group, dict) for name in group]
+    module = _tensors(model, "module") if isinstance(model.tree, dict) and model.tree.get("module") else {}
+    if not any(name.endswith(TRANSFORMERS_WORDS) for name in (*names, *module)):
+        return None
+    if options.with_optimizer:
+        raise UnsupportedError(
+            f"{directory}: the optimizer state of a model of transformers is not read; convert the weights alone with "
+            "--no-optimizer"
+        )
+    if len(ranks) > 1:
+        raise UnsupportedError(
+            f"{directory}: has {len(ranks)} model-parallel ranks of a model of transformers, not one"
+        )
+    remarks = []
+    if _is_empty(module):
+        # ZeRO 3: the module has placeholders.
+        module = dict(read_zero(directory, shard_files(directory).get(min(ranks), {}), model).tensors["master"])
+        remarks.append("the weights are the float32 masters of ZeRO 3")
+    _, tensors = plain_names(module)
+    config, place = _config(path, directory, options)
+    checkpoint, further = from_map(
+        path,
+        model_from_config(config, place / "config.json", options),
+        ARCHITECTURES[config["model_type"]].map,
+        tensors,
+        options.drop,
+        run_id=path.resolve().name,
+        source=source_of(config, read_generation_config(place)),
+        untie=options.untie,
+    )
+    return replace(checkpoint, is_renamed=True), [*remarks, *further]
+
+
+def _config(path: Path, directory: Path, options: ReadOptions) -> tuple[Mapping[str, Any], Path]:
+    """The configuration of a model of transformers, and its directory."""
+    places = [options.config] if options.config is not None else [path, directory, directory.parent]
+    place = next((each for each in places if (each / "config.json").is_file()), None)
+    if place is None:
+        raise UsageError(
+            f"{path}: has a model of transformers and no config.json; give its directory with --config, as Accelerate "
+            "does not save it"
+        )
+    return read_config(place), place
 
 
 def write_deepspeed(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
@@ -329,6 +402,7 @@ def write_deepspeed(checkpoint: NativeCheckpoint, options: WriteOptions) -> Expo
     files, small = plan_deepspeed(
         checkpoint, tensor_parallel_size=options.tp, dtype=options.dtype, with_optimizer=options.with_optimizer
     )
+    small |= carried_files(checkpoint, options.tokenizer, f"global_step{checkpoint.manifest['step']}")
     decisions = state_decisions(checkpoint, options) | {"tensor_parallel_size": options.tp}
     return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)
 
@@ -343,4 +417,5 @@ DEEPSPEED = CheckpointFormat(
     topology=("tp",),
     stores_optimizer=True,
     has_steps=True,
+    options=MEGATRON_OPTIONS,
 )

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..formats.choices import WriteOptions
 from ..huggingface.models import architecture_of_model
+from ..huggingface.tokenizer import tokenizer_folder
 from ..io.errors import UnsupportedError
 from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
@@ -150,10 +151,9 @@ def plan_gguf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan
     dtype = _file_type(options.dtype, named)
     outputs = [_output(name, item, dtype) for name, item in named]
     outputs += [(tensor, "F32") for tensor in rotary_tensors(model)]
-    inside = checkpoint.directory / "tokenizer"
-    folder = options.tokenizer or (inside if inside.is_dir() else checkpoint.directory)
-    config = None if source is None else source["config"]
-    add_tokenizer, tokenizer, of_text = tokenizer_keys(folder, model["vocab_size"], config)
+    folder = tokenizer_folder(checkpoint, options.tokenizer)
+    stated = [] if source is None else [source["config"]]
+    add_tokenizer, tokenizer, of_text = tokenizer_keys(folder, model["vocab_size"], stated)
 
     def keys(writer: Any) -> None:
         writer.add_name(checkpoint.directory.resolve().name)

@@ -14,7 +14,7 @@ from typing import Any
 from .._common.document import MAX_TABLE_BYTES, parse_any_json
 from .._common.errors import MissingExtraError
 from .._common.protobuf import protobuf_fields
-from ..huggingface.files import END_TOKENS
+from .._common.special_tokens import special_ids
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..io.files import read_file
 
@@ -50,7 +50,6 @@ TRAINER, NORMALIZER = 2, 3
 MODEL_TYPE, SPACE_AS_SUFFIX = (3, 1), (24, 0)
 CHARACTER_MAP, REMOVE_SPACES = (2, b""), (4, 1)
 BPE = 2
-ID_KEYS = ("bos", "eos", "pad", "unk")
 _ENDS = {"bos": "begin", "eos": "end"}
 _NAMED = ("name", "template")
 NO_TOKENIZER = "; --tokenizer with an empty directory writes the model without one"
@@ -59,14 +58,14 @@ AddKeys = Callable[[Any], None]
 
 
 def tokenizer_keys(
-    folder: Path, vocab_size: int, config: Mapping[str, Any] | None
+    folder: Path, vocab_size: int, models: Sequence[Mapping[str, Any] | None]
 ) -> tuple[AddKeys, str, Sequence[str]]:
     """A function that adds the tokenizer's keys to a ``GGUFWriter``, the name of its kind, and what differs.
 
     Args:
         folder: the directory of the tokenizer's files; it may have none.
         vocab_size: number of rows of the embedding; missing tokens are added as unused ones.
-        config: the ``config.json`` of the model, which has the ids of special tokens, or None.
+        models: the configurations of the model, which have ids of special tokens.
 
     Raises:
         CorruptError: an invalid file, or more tokens than rows.
@@ -90,7 +89,7 @@ def tokenizer_keys(
         raise CorruptError(f"{folder}: several ids have the text {short_names(twice)}; llama.cpp does not load them")
     found.differences += _stripping(folder, settings, found)
     chat = _chat_templates(folder, settings)
-    ids = _special_ids(found, settings, config)
+    ids = _special_ids(found, settings, models)
     adds = _added_around(found, settings, ids)
 
     def add(writer: Any) -> None:
@@ -105,33 +104,18 @@ def tokenizer_keys(
     return add, found.kind, found.differences
 
 
-def _special_ids(found: _Vocabulary, settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, int]:
-    """Ids of special tokens: those that the tokenizer names, else those of ``config.json``, else the token of an end.
+def _special_ids(
+    found: _Vocabulary, settings: Mapping[str, Any], models: Sequence[Mapping[str, Any] | None]
+) -> dict[str, int]:
+    """Ids of special tokens, of several the first one.
 
     Without an id, llama.cpp takes a number of GPT-2's or Llama's vocabulary. Of several end tokens it stores one; a
     second one is the end of a turn, at which it stops as well.
     """
-    ids: dict[str, int] = {}
-    ends: list[int] = []
-    for name in ID_KEYS:
-        token = settings.get(f"{name}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        stated = (config or {}).get(f"{name}_token_id")
-        listed = stated if isinstance(stated, list) else [stated]
-        numbers = [each for each in listed if type(each) is int and 0 <= each < len(found.tokens)]
-        if isinstance(token, str) and token in found.tokens:
-            numbers.insert(0, found.tokens.index(token))
-        if numbers:
-            ids[name] = numbers[0]
-        if name == "eos":
-            ends = numbers
-    end = next((token for token in END_TOKENS if token in found.tokens), None)
-    if "eos" not in ids and end is not None:
-        ids["eos"] = found.tokens.index(end)
-        # As in the tokenizer's configuration of an export to Hugging Face.
-        ids.setdefault("bos", ids["eos"])
-    turn = next((number for number in ends if number != ids["eos"]), None)
-    return ids if turn is None else {**ids, "eot": turn}
+    listed = special_ids({token: number for number, token in enumerate(found.tokens)}, settings, models)
+    ids = {name: numbers[0] for name, numbers in listed.items()}
+    ends = listed.get("eos", ())
+    return ids | {"eot": ends[1]} if len(ends) > 1 else ids
 
 
 def _added_around(found: _Vocabulary, settings: Mapping[str, Any], ids: dict[str, int]) -> dict[str, bool]:

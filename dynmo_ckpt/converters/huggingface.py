@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +14,33 @@ from ..formats.choices import ReadOptions, WriteOptions
 from ..huggingface.deepseek import prediction_layers
 from ..huggingface.files import (
     DTYPE_NAMES,
+    WEIGHT_FILES,
     output_tensors,
     plan_files,
+    raw_type,
     read_config,
     read_generation_config,
     read_tensors,
-    tokenizer_files,
-    tokenizer_names,
     weight_index,
+    without_wrappers,
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
+from ..huggingface.tokenizer import copied_tokenizer, token_id_keys, tokenizer_folder, tokenizer_names
 from ..io.errors import UnsupportedError, errors_of, short_names
 from ..io.files import read_file
-from ..maps.name_map import layout_of, load_map, to_foreign
+from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan, OutputTensor
 from ..tensors.views import Tensor
 from .assemble import check_model, from_map, model_from_config
+from .deepspeed import read_transformers
 from .registry import CheckpointFormat
 
 QUANTIZATION_KEY = "quantization_config"
 MAX_SHARD_BYTES = 5_000_000_000
+RENAMED = "the names of wrappers, such as module. and _orig_mod., are removed"
+NO_TOKENIZER = "none; --tokenizer DIR copies that of a directory"
 
 
 def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
@@ -42,11 +50,19 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         CorruptError: a file is missing or broken, the configuration has impossible sizes, or tied tensors differ.
         UnsupportedError: another architecture, or tensors that the map does not have.
     """
+    has_weights = any((directory / f"{name}{end}").exists() for name in WEIGHT_FILES for end in ("", ".index.json"))
+    if not has_weights and (directory / "latest").is_file():
+        # The Trainer of transformers saves a configuration, and DeepSpeed the weights.
+        found = read_transformers(directory, options)
+        if found is not None:
+            return found
     stored = read_config(directory)
     # The output has plain weights, so its configuration must not describe quantized ones.
     config = {key: value for key, value in stored.items() if key != QUANTIZATION_KEY}
     model = model_from_config(config, directory / "config.json", options)
     tensors, computed = _tensors(directory, stored, model, options)
+    if options.adapters:
+        config, model = _with_added_rows(config, model, tensors, options)
     further = prediction_layers(config, set(tensors))
     if further:
         model["mtp_num_layers"] = further
@@ -59,8 +75,11 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         options.drop,
         run_id=directory.resolve().name,
         source=source_of(config, read_generation_config(directory)),
+        untie=options.untie,
     )
-    return checkpoint, [*computed, *remarks]
+    # Quantized weights have other names too; these are computed anyway.
+    is_renamed = config["model_type"] != raw_type(directory) or computed == [RENAMED] or bool(options.adapters)
+    return replace(checkpoint, is_renamed=is_renamed), [*computed, *remarks]
 
 
 def _tensors(
@@ -68,19 +87,35 @@ def _tensors(
 ) -> tuple[Mapping[str, Tensor], list[str]]:
     """The plain tensors of a directory, with adapters merged, and remarks for the user."""
     if config.get(QUANTIZATION_KEY) is None and not options.adapters:
-        return read_tensors(directory), []
+        found = read_tensors(directory)
+        plain = without_wrappers(found)
+        return plain, [] if plain.keys() == found.keys() else [RENAMED]
     # Here, because they import numpy, which `info` of other directories does not need.
     from ..huggingface.adapters import merge_adapters, read_adapter
     from ..huggingface.quantized import dequantized_tensors, quantization_of
 
     with errors_of(directory / "config.json"):
         quantization = quantization_of(config, options.ignore_config)
-    stored = read_tensors(directory, quantized=quantization is not None)
+    stored = without_wrappers(read_tensors(directory, quantized=quantization is not None))
     tensors, dequantized = dequantized_tensors(stored, quantization)
     adapters = [read_adapter(each, options.ignore_config) for each in options.adapters]
     is_transposed = config.get("model_type") == "gpt2"
     tensors, merged = merge_adapters(tensors, adapters, transposed=is_transposed, tied=model["tied_embeddings"])
     return tensors, [*dequantized, *merged, *_other_tokenizers(directory, options.adapters)]
+
+
+def _with_added_rows(
+    config: dict[str, Any], model: dict[str, Any], tensors: Mapping[str, Tensor], options: ReadOptions
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configuration and model with the number of rows that an adapter has extended the vocabulary to."""
+    layout = layout_of(load_map(ARCHITECTURES[config["model_type"]].map), model)
+    word = next((link.foreign for link in layout.links if link.native == "embedding.word.weight"), "")
+    rows = tensors[word].shape[0] if word in tensors else model["vocab_size"]
+    if rows <= model["vocab_size"]:
+        return config, model
+    multiple = options.make_vocab_size_divisible_by
+    grown = {"vocab_size": rows, "padded_vocab_size": -(-rows // multiple) * multiple}
+    return {**config, "vocab_size": rows}, {**model, **grown}
 
 
 def _other_tokenizers(directory: Path, adapters: Sequence[Path]) -> list[str]:
@@ -109,8 +144,8 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
 
     Raises:
         CorruptError: a file ends early.
-        UnsupportedError: no architecture computes the model, a tensor has no map, weights have several types, or do
-            not fit ``sparse_format``.
+        UnsupportedError: no architecture computes the model, a tensor has no map, or weights do not fit
+            ``sparse_format``.
     """
     manifest = checkpoint.manifest
     model, ties = manifest["model"], manifest["ties"]
@@ -124,14 +159,13 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     masks = checkpoint.masks()
     mapped = to_foreign(layout, checkpoint.weights(), ties, masks)
     buffers = set(checkpoint.names("buffer"))
-    dtypes = sorted({item.content.dtype for item in mapped if item.source_name not in buffers})
-    if options.dtype is None and len(dtypes) != 1:
-        raise UnsupportedError(f"weights have the types {', '.join(dtypes)}; choose one with --dtype")
-    dtype = options.dtype or dtypes[0]
-    inside = checkpoint.directory / "tokenizer"
-    tokenizer = options.tokenizer or (inside if inside.is_dir() else checkpoint.directory)
-    copied, end = tokenizer_files(tokenizer, model["vocab_size"], model["max_position_embeddings"])
-    tensors: Sequence[OutputTensor] = output_tensors(mapped, dtype, buffers)
+    types = _types([item for item in mapped if item.source_name not in buffers])
+    # The configuration has one type: that of most weights. Each tensor keeps its own in the files.
+    dtype = options.dtype or types[0]
+    stated = [] if source is None else [source["generation_config"], source["config"]]
+    folder = tokenizer_folder(checkpoint, options.tokenizer)
+    tokenizer = copied_tokenizer(folder, model["vocab_size"], model["max_position_embeddings"], stated)
+    tensors: Sequence[OutputTensor] = output_tensors(mapped, options.dtype, buffers)
     sparse = None
     if options.sparse_format is not None:
         # Here, because it imports numpy, which other plans do not need.
@@ -140,15 +174,15 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
         sparse = sparse_tensors(mapped, tensors, options.sparse_format, name)
         tensors = sparse.tensors
     files = tuple(plan_files(tensors, options.max_shard_bytes or MAX_SHARD_BYTES))
-    computed = hf_config(model, DTYPE_NAMES[dtype], end, preferred)
+    computed = hf_config(model, DTYPE_NAMES[dtype], None, preferred) | token_id_keys(tokenizer, ("bos", "eos"))
     config = with_class_names(export_config(source, model, computed), manifest)
     if sparse is not None:
         config = {**config, QUANTIZATION_KEY: dict(sparse.config)}
-    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    generation = token_id_keys(tokenizer, ("bos", "eos", "pad"))
     if model["family"] == "t5":
-        generation["decoder_start_token_id"] = end
+        generation["decoder_start_token_id"] = tokenizer.id_of("bos" if "bos" in tokenizer.special else "eos")
     settings = export_generation_config(source, {key: id_ for key, id_ in generation.items() if id_ is not None})
-    small = {"config.json": encode_json(config), **copied}
+    small = {"config.json": encode_json(config), **tokenizer.files}
     if settings is not None:
         small["generation_config.json"] = encode_json(settings)
     index = weight_index(files)
@@ -161,8 +195,11 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
         "tied_left_out": sorted(ties),
         "masks_applied": len(masks),
         "eos_token_id": config.get("eos_token_id"),
+        "tokenizer": short_names(sorted(tokenizer.files)) or NO_TOKENIZER,
         "optimizer_tensors_left_out": len(checkpoint.names("optimizer")),
     }
+    decisions |= {"types": ", ".join(types)} if options.dtype is None and len(types) > 1 else {}
+    decisions |= {"tokens_without_row": short_names(tokenizer.beyond)} if tokenizer.beyond else {}
     if sparse is not None:
         decisions |= {
             "sparse_weights": sparse.compressed,
@@ -174,6 +211,14 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     return ExportPlan(files=files, small_files=small, decisions=decisions)
 
 
+def _types(mapped: Sequence[MappedTensor]) -> list[str]:
+    """The types of tensors, that of the most elements first."""
+    sizes: Counter[str] = Counter()
+    for item in mapped:
+        sizes[item.content.dtype] += math.prod(item.shape)
+    return sorted(sizes, key=lambda name: (-sizes[name], name))
+
+
 HUGGING_FACE = CheckpointFormat(
     name="hf",
     description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo 2, Phi, GPT-OSS, DeepSeek)",
@@ -181,4 +226,5 @@ HUGGING_FACE = CheckpointFormat(
     detect=lambda path: (path / "config.json").is_file(),
     read=read_hf,
     write=plan_hf,
+    options=("untie", "drop", "adapters"),
 )

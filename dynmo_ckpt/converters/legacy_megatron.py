@@ -8,18 +8,22 @@ from typing import Any
 
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
-from ..megatron.read import is_legacy, open_legacy
+from ..huggingface.tokenizer import carried_files
+from ..megatron.config_args import config_args
+from ..megatron.read import find_iteration, is_legacy, open_legacy
 from ..megatron.read_core_ranks import open_core_ranks
 from ..megatron.write import plan_legacy
 from ..native.checkpoint import NativeCheckpoint
 from ..native.reshard import layer_counts, num_blocks
 from ..tensors.copy_plan import ExportPlan
 from .assemble import from_megatron, state_decisions
-from .registry import CheckpointFormat
+from .registry import MEGATRON_OPTIONS, CheckpointFormat
 
 
 def _read(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
-    return from_megatron(open_core_ranks(path, options) or open_legacy(path, options), path)
+    iteration = find_iteration(path, options.step)
+    found = open_core_ranks(path, options) or open_legacy(path, options, config_args(options, iteration))
+    return from_megatron(found, path, iteration, options)
 
 
 def write_legacy(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
@@ -47,6 +51,7 @@ def write_legacy(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportP
         "tensor_parallel_size": options.tp,
         **state_decisions(checkpoint, options),
     }
+    small |= carried_files(checkpoint, options.tokenizer, f"iter_{checkpoint.manifest['step']:07d}")
     return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)
 
 
@@ -79,4 +84,5 @@ LEGACY_MEGATRON = CheckpointFormat(
     topology=("tp", "pp", "vpp", "partition"),
     stores_optimizer=True,
     has_steps=True,
+    options=MEGATRON_OPTIONS,
 )

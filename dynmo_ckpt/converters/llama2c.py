@@ -109,5 +109,5 @@ def _read(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]
 
 
 LLAMA2C = CheckpointFormat(
-    name="llama2c", description="file of llama2.c (Llama)", marker="NAME.bin", detect=is_llama2c, read=_read
+    name="llama2c", description="file of llama2.c (Llama)", marker="NAME.bin", detect=is_llama2c, read=_read, options=()
 )

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .._common.document import MAX_TABLE_BYTES
-from .._common.errors import UsageError
 from ..formats.checkpoint import seal
 from ..formats.choices import ReadOptions, WriteOptions
-from ..huggingface.files import tokenizer_names
+from ..huggingface.tokenizer import tokenizer_folder, tokenizer_names
 from ..io.files import read_file
 from ..native.checkpoint import NativeCheckpoint, find_checkpoint, is_native, open_native
 from ..native.reshard import complete_manifest, layer_counts, num_blocks, partition_from_counts, plan_native
@@ -23,12 +22,8 @@ def read_native(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, lis
 
     Raises:
         CorruptError: no checkpoint there is complete, or its files contradict each other.
-        UsageError: the step is missing, or options that only other formats have.
+        UsageError: the step is missing.
     """
-    if options.sparse or options.untie or options.first_replica or options.drop:
-        raise UsageError(
-            "--sparse, --untie, --replicas and --drop apply to inputs of other formats, not to native ones"
-        )
     directory, remarks = find_checkpoint(path, options.step)
     return open_native(directory), remarks
 
@@ -102,8 +97,8 @@ def _small_files(checkpoint: NativeCheckpoint, tokenizer: Path | None) -> dict[s
     # The manifest of an imported checkpoint lists no files: its tokenizer lies next to its weights.
     if tokenizer is not None or not listed:
         copied = {name: path for name, path in copied.items() if not name.startswith("tokenizer/")}
-        names = tokenizer_names(tokenizer or directory)
-        copied |= {f"tokenizer/{name}": (tokenizer or directory) / name for name in names}
+        folder = tokenizer_folder(checkpoint, tokenizer)
+        copied |= {f"tokenizer/{name}": folder / name for name in tokenizer_names(folder)}
     return {name: read_file(path, MAX_TABLE_BYTES) for name, path in copied.items()}
 
 
@@ -117,4 +112,5 @@ NATIVE = CheckpointFormat(
     topology=("tp", "pp", "vpp", "partition"),
     stores_optimizer=True,
     has_steps=True,
+    options=(),
 )

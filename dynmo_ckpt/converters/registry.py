@@ -19,7 +19,8 @@ Entry points are searched last, for the scan of all installed packages takes ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -27,19 +28,32 @@ from typing import TYPE_CHECKING
 
 from .._common.console import print_message
 from .._common.document import short_repr
-from .._common.errors import UsageError
+from .._common.errors import DynmoError, UsageError
 from ..formats.choices import AUTO, ReadOptions, WriteOptions
 from ..io.errors import CorruptError, NoOptimizerStateError
 from ..io.remote import RemotePath
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan
-from . import BUILTIN
+from . import ALIASES, BUILTIN, NOT_READ
+from .hints import hint
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "dynmo_ckpt.formats"
 DEFAULT_READ = ReadOptions()
+# Options that only some formats have, by field.
+OPTIONS = {
+    "vocab_size": "--vocab-size",
+    "num_attention_heads": "--num-attention-heads",
+    "sparse": "--sparse",
+    "first_replica": "--replicas first",
+    "untie": "--untie",
+    "drop": "--drop",
+    "config": "--config",
+    "adapters": "--adapter",
+}
+MEGATRON_OPTIONS = tuple(name for name in OPTIONS if name != "adapters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +70,7 @@ class CheckpointFormat:
         topology: the fields of ``WriteOptions`` that ``write`` uses, of ``tp``, ``pp``, ``vpp``, ``partition``.
         stores_optimizer: whether ``write`` can include the optimizer state.
         has_steps: whether a path may be a run directory with several steps, so that ``--step`` has a meaning.
+        options: the fields of ``ReadOptions`` that ``read`` uses, of those in ``OPTIONS``; None: all.
     """
 
     name: str
@@ -67,19 +82,27 @@ class CheckpointFormat:
     topology: tuple[str, ...] = ()
     stores_optimizer: bool = False
     has_steps: bool = False
+    options: tuple[str, ...] | None = None
 
 
-def get_format(name: str) -> CheckpointFormat:
-    """The format of a name.
+def get_format(name: str, without: Sequence[str] = ()) -> CheckpointFormat:
+    """The format of a name, or of its name in another program.
+
+    Args:
+        name: the name.
+        without: built-in formats that a message does not offer, because they cannot be read or written.
 
     Raises:
         UsageError: no format or several packages have this name, or the module of the format cannot be imported.
     """
+    lower = name.lower()
+    name = ALIASES.get(lower, lower if lower in BUILTIN else name)
     if name in BUILTIN:
         return _builtin(name)
     entries = [entry for entry in _entry_points() if entry.name == name]
     if not entries:
-        known = ", ".join([*BUILTIN, *sorted({entry.name for entry in _entry_points()})])
+        offered = [each for each in BUILTIN if each not in without]
+        known = ", ".join([*offered, *sorted({entry.name for entry in _entry_points()})])
         raise UsageError(f"{short_repr(name)}: not a checkpoint format; choose from {known}")
     if len(entries) > 1:
         packages = " and ".join(sorted(map(_package, entries)))
@@ -108,7 +131,15 @@ def detect(path: Path) -> CheckpointFormat:
         if found.detect(path):
             return found
     known = "; ".join(f"{found.name} ({found.marker})" for found in formats if found.read is not None)
-    raise CorruptError("\n  ".join([f"{path}: no checkpoint here; known formats are {known}", *failures]))
+    found_instead = hint(path, _is_checkpoint)
+    reason = f"no checkpoint here; {'it ' + found_instead if found_instead else f'known formats are {known}'}"
+    raise CorruptError("\n  ".join([f"{path}: {reason}", *failures]))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    with suppress(DynmoError, OSError):
+        return any(_builtin(name).detect(path) for name in BUILTIN)
+    return False
 
 
 def open_checkpoint(
@@ -133,16 +164,15 @@ def open_checkpoint(
     """
     if isinstance(path, RemotePath):
         path.check_complete()
-    found = detect(path) if name == AUTO else get_format(name)
+    found = detect(path) if name == AUTO else get_format(name, NOT_READ)
     if found.read is None:
         raise UsageError(f"{path}: checkpoints of the format {found.name} can only be written")
     if options.step is not None and not found.has_steps:
         raise UsageError(f"{path}: --step selects a step of a run directory; {found.name} checkpoints have one step")
-    if options.adapters and found.name != "hf":
-        raise UsageError(
-            f"{path}: --adapter merges into a Hugging Face directory; convert this {found.name} checkpoint with --to hf"
-            " first"
-        )
+    unused = [] if found.options is None else sorted(set(OPTIONS) - set(found.options))
+    if field := next((name for name in unused if getattr(options, name) != getattr(DEFAULT_READ, name)), None):
+        remedy = "; convert this checkpoint with --to hf first" if field == "adapters" else ""
+        raise UsageError(f"{path}: {OPTIONS[field]}: has no effect on {found.name} checkpoints; leave it out{remedy}")
     if not options.optimizer_if_present:
         return found.read(path, options)
     # Only opening shows whether there is a state. A second open is cheap, for no tensor is read.
@@ -192,7 +222,7 @@ def _package(entry: EntryPoint) -> str:
 def _load(entry: EntryPoint) -> CheckpointFormat:
     """Import the format of an entry point; raises ``UsageError``, which names the package, where that fails."""
     where = f"checkpoint format {entry.name!r} of the package {_package(entry)}: {entry.value}"
-    if entry.name in (AUTO, *BUILTIN):
+    if entry.name in (AUTO, *BUILTIN, *ALIASES):
         raise UsageError(f"{where}: the name is taken by a built-in format; rename the entry point")
     try:
         loaded = entry.load()

@@ -28,13 +28,16 @@ from .._common.document import (
 )
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
-from ..huggingface.files import read_config, read_generation_config
+from ..huggingface.files import WRAPPERS, read_config, read_generation_config, without_wrappers
 from ..huggingface.models import ARCHITECTURES
 from ..huggingface.source_config import source_of
+from ..huggingface.tokenizer import carried_files
 from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
 from ..io.files import read_file, read_tracker
 from ..io.safetensors import DTYPE_BYTES
 from ..megatron.arguments import read_args
+from ..megatron.check_places import check_iteration
+from ..megatron.config_args import config_args
 from ..megatron.core_decoder import OUTPUT, WORD, is_decoder
 from ..megatron.core_names import EXTRA_STATE, legacy_names
 from ..megatron.read import (
@@ -60,7 +63,7 @@ from ..torch_save.pickles import MAX_PICKLE_BYTES, GlobalName, OpaquePickle, Ten
 from ..torch_save.reader import TorchFile, open_torch
 from .assemble import from_map, from_megatron, model_from_config, state_decisions
 from .read_titan_optimizer import with_optimizer_state
-from .registry import CheckpointFormat
+from .registry import MEGATRON_OPTIONS, CheckpointFormat
 from .titan_models import titan_tensors
 
 METADATA, COMMON = ".metadata", "common.pt"
@@ -93,8 +96,6 @@ ANCHORS = {
     "wte.weight": "hf",
 }
 OPTIMIZER_NAME = re.compile(r"(.*\.)?optim(izer)?\.")
-# What torch.compile, activation checkpointing and FSDP insert into the names of parameters.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,8 +348,7 @@ def plain_names(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
         UnsupportedError: no word embedding has a known name.
     """
     named = {name: tensor for name, tensor in tensors.items() if not OPTIMIZER_NAME.match(name)}
-    for wrapper in WRAPPERS:
-        named = {name.replace(wrapper, ""): tensor for name, tensor in named.items()}
+    named = without_wrappers(named)
     found = [(name, anchor) for anchor in ANCHORS for name in named if name == anchor or name.endswith(f".{anchor}")]
     if not found:
         raise UnsupportedError(
@@ -376,7 +376,7 @@ def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[s
     found = open_dcp(path, options.step)
     kind, tensors = plain_names(found.tensors)
     if kind == "core":
-        return from_megatron(_core(found, tensors, options), path)
+        return from_megatron(_core(found, tensors, options), path, found.directory, options)
     if options.with_optimizer:
         if not any(map(OPTIMIZER_NAME.match, (*found.tensors, *found.other))):
             raise NoOptimizerStateError(
@@ -390,13 +390,24 @@ def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[s
     config = _config(found.directory, options)
     name = "" if kind == "titan" else _map_of(config, found.directory)
     model = model_from_config(config, (options.config or found.directory) / "config.json", options)
-    source, run_id = source_of(config, read_generation_config(options.config or found.directory)), path.resolve().name
+    # Without one next to the configuration: that of a conversion from a Hugging Face directory.
+    places = (options.config or found.directory, found.directory / "tokenizer")
+    generation = next(filter(None, map(read_generation_config, places)), None)
+    source, run_id = source_of(config, generation), path.resolve().name
     drop = options.drop
     if kind != "titan":
-        return from_map(found.directory, model, name, tensors, drop, run_id=run_id, source=source)
+        return from_map(found.directory, model, name, tensors, drop, run_id=run_id, source=source, untie=options.untie)
     titan, tensors = titan_tensors(found.directory, model, tensors, drop)
     checkpoint, remarks = from_map(
-        found.directory, model, titan.map, tensors, drop, run_id=run_id, source=source, variant=titan.variant
+        found.directory,
+        model,
+        titan.map,
+        tensors,
+        drop,
+        run_id=run_id,
+        source=source,
+        variant=titan.variant,
+        untie=options.untie,
     )
     if options.with_optimizer:
         checkpoint = with_optimizer_state(found, checkpoint, titan, drop, WRAPPERS)
@@ -426,9 +437,10 @@ def _map_of(config: Mapping[str, Any], directory: Path) -> str:
 
 def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: ReadOptions) -> MegatronCheckpoint:
     """Megatron-core's tensors are not split: they make one stage on one tensor-parallel rank."""
-    args = read_args(found.common, str(found.directory))
+    args = read_args(found.common, str(found.directory)) or config_args(options, found.directory)
     number = found.common.get("iteration", 0)
     step = number if isinstance(number, int) else 0
+    check_iteration(found.directory, step)
     progress = read_progress(found.common, args, step, found.number)
     # Version 3.0, because Megatron-core has its order of query, key and value rows.
     facts = RankMetadata(path=found.directory, args=args, version=3.0, step=step, progress=progress)
@@ -520,6 +532,7 @@ def write_core(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPla
         UnsupportedError: a family other than GPT and Llama, or a tensor without a map.
     """
     files, small = plan_core(checkpoint, dtype=options.dtype, with_optimizer=options.with_optimizer)
+    small |= carried_files(checkpoint, options.tokenizer, f"iter_{checkpoint.manifest['step']:07d}")
     return ExportPlan(files=tuple(files), small_files=small, decisions=state_decisions(checkpoint, options))
 
 
@@ -532,4 +545,5 @@ TORCH_DCP = CheckpointFormat(
     write=write_core,
     stores_optimizer=True,
     has_steps=True,
+    options=MEGATRON_OPTIONS,
 )

@@ -17,12 +17,13 @@ from ..formats.choices import WriteOptions
 from ..huggingface.files import DTYPE_NAMES
 from ..huggingface.models import hf_config
 from ..huggingface.source_config import export_config
+from ..huggingface.tokenizer import carried_files
 from ..io.errors import UnsupportedError
 from ..maps.name_map import layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan, OutputTensor
 from ..torch_save.distributed import chunks_of, distributed_files
-from .registry import CheckpointFormat
+from .registry import MEGATRON_OPTIONS, CheckpointFormat
 from .titan_models import PREDICTION_ITEMS, check_computed, titan_model, zero_biases
 from .torch_dcp import read_dcp
 from .write_titan_optimizer import state_entries
@@ -78,6 +79,7 @@ def plan_titan(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPla
     if len(stored) != num_weights:
         decisions["prediction_tensors_left_out"] = num_weights - len(stored)
     small = {".metadata": metadata, "config.json": encode_json(config)}
+    small |= carried_files(checkpoint, options.tokenizer, "")
     return ExportPlan(files=(data,), small_files=small, decisions=decisions)
 
 
@@ -101,4 +103,5 @@ TORCHTITAN = CheckpointFormat(
     read=read_dcp,
     write=plan_titan,
     stores_optimizer=True,
+    options=MEGATRON_OPTIONS,
 )

@@ -291,13 +291,22 @@ class _Merge:
     def _replace(self, name: str, tensor: Tensor) -> None:
         if ".lora_" in name or ".base_layer." in name or ".modules_to_save." in name:
             raise UnsupportedError(f"{self.adapter.directory}: no rule for the tensor {short_name(name)}")
+        if self.tied and _HEADS.search(name) and "lm_head" in name and not self._names(name):
+            return  # the copy of the embedding that peft saves after its rows were added
         found, base = self._find(name)
-        self._check_shapes(found, tensor.shape, base.shape, tensor.shape)
+        # A vocabulary that was extended for the training; peft saves all of its rows.
+        has_rows = bool(_HEADS.search(name)) and len(tensor.shape) == len(base.shape) == 2
+        is_grown = has_rows and tensor.shape[0] > base.shape[0] and tensor.shape[1] == base.shape[1]
+        if not is_grown:
+            self._check_shapes(found, tensor.shape, base.shape, tensor.shape)
         if tensor.dtype != base.dtype:
             compute = ReplacedRows(base=tensor, rows=None, indices=(), dtype=base.dtype)
             shape = tensor.shape
             tensor = computed_tensor(found, base.dtype, shape, (tensor,), compute)
-        self._put(found, tensor, "replaced")
+        trained = self.adapter.config.get("modules_to_save")
+        is_saved = isinstance(trained, list) and any(f".{each}." in f".{name}" for each in trained)
+        # peft keeps the tie of rows that it only adds; of a module that is trained on its own it does not.
+        self._put(found, tensor, "replaced", ties=is_grown and not is_saved)
 
     def _put(self, name: str, tensor: Tensor, kind: str, *, ties: bool = False) -> None:
         if self.tied and not ties and _HEADS.search(name):
@@ -308,12 +317,16 @@ class _Merge:
         self.updates_[name] = tensor
         self.kinds[name] = kind if self.kinds.get(name, kind) == kind else "scaled"
 
-    def _find(self, name: str) -> tuple[str, Tensor]:
-        """The tensor of the base that a name of the adapter means, with earlier changes of this adapter."""
+    def _names(self, name: str) -> list[str]:
+        """The tensors of the base that a name of the adapter may mean."""
         # Published files of some models, and adapters of models without a head, lack the name of the inner model.
         names = [name, f"transformer.{name}", f"model.{name}"]
         names += [name.removeprefix(prefix) for prefix in ("transformer.", "model.") if name.startswith(prefix)]
-        found = [each for each in dict.fromkeys(names) if each in self.base]
+        return [each for each in dict.fromkeys(names) if each in self.base]
+
+    def _find(self, name: str) -> tuple[str, Tensor]:
+        """The tensor of the base that a name of the adapter means, with earlier changes of this adapter."""
+        found = self._names(name)
         if len(found) != 1:
             raise UnsupportedError(f"{self.adapter.directory}: the model has no tensor {short_name(name)}")
         tensor = self.updates_.get(found[0], self.base[found[0]])

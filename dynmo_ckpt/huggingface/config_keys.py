@@ -7,6 +7,8 @@ The table ``maps/config_keys.json`` has, for each ``model_type``:
 * ``needs``: keys that change the computation, with the values that DynMo's models implement;
 * ``irrelevant``: keys that change no logit, by reason.
 
+``model_type_aliases`` has other names of a ``model_type``, whose code computes the same.
+
 An unknown key is refused, as a tensor without a map is: a dropped setting would give a model that computes something
 else, without a message.
 """
@@ -14,6 +16,7 @@ else, without a message.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
@@ -49,9 +52,7 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
     table = key_table()
     kind = table["model_types"].get(str(config.get("model_type")))
     if kind is None:
-        raise UnsupportedError(
-            f"model_type {short_repr(config.get('model_type'))}: must be one of {', '.join(table['model_types'])}"
-        )
+        raise UnsupportedError(_unknown_type(config))
     mapped: Mapping[str, Any] = kind["mapped"]
     aliases: Mapping[str, str] = kind.get("aliases", {})
     found = {
@@ -76,6 +77,39 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
             "--ignore-config KEY ignores it"
         )
     return {**mapped, **{key: value for key, value in found.items() if key in mapped}}
+
+
+def with_known_type(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the usual name of its ``model_type``."""
+    usual = key_table()["model_type_aliases"].get(str(config.get("model_type")))
+    return config if usual is None else {**config, "model_type": usual}
+
+
+def _unknown_type(config: Config) -> str:
+    """The message for another ``model_type``: the nearest one, what it does not have, and the remedy."""
+    types: Mapping[str, Mapping[str, Any]] = key_table()["model_types"]
+    own = str(config.get("model_type"))
+
+    def likeness(name: str) -> tuple[int, float]:
+        """Shared keys less keys without a rule; then the likeness of the names."""
+        known = {*types[name]["mapped"], *types[name]["needs"], *types[name].get("aliases", ())}
+        return len(known & set(config)) - len(_without_rule(config, name)), SequenceMatcher(None, own, name).ratio()
+
+    nearest = max(types, key=likeness)
+    keys = _without_rule(config, nearest)
+    lacking = f", which has no rule for {short_names(keys)}" if keys else ""
+    return (
+        f"model_type {short_repr(config.get('model_type'))}: must be one of {', '.join(types)}; the nearest one is "
+        f"{nearest}{lacking}. Where it computes the same, state it as model_type in a copy of the directory; another "
+        "architecture is a table (dynmo_ckpt/maps/README.md)"
+    )
+
+
+def _without_rule(config: Config, name: str) -> list[str]:
+    table = key_table()
+    kind = table["model_types"][name]
+    every = {*table["every"]["needs"], *irrelevant_keys(table["every"]), *irrelevant_keys(kind)}
+    return sorted(set(config) - {*kind["mapped"], *kind["needs"], *kind.get("aliases", ()), *every})
 
 
 def irrelevant_keys(kind: Mapping[str, Any]) -> dict[str, str]:

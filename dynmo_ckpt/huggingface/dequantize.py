@@ -74,23 +74,51 @@ def unpack(words: Words, bits: int) -> Codes:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockScaledRows:
-    """Float8 times the scale of its block: ``weight`` U8 ``[O, I]``, ``scale`` ``[ceil(O/block), ceil(I/block)]``."""
+    """Float8 times the scale of its block: ``weight`` U8 ``[O, I]``, ``scale`` ``[ceil(O/block), ceil(I/block)]``.
+
+    With ``is_integer`` the bytes are signed integers.
+    """
 
     weight: Tensor
     scale: Tensor
     block: tuple[int, int]
     dtype: str
+    is_integer: bool = False
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
         """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
         high, wide = self.block
-        numbers = FLOAT8[bits_of(files, self.weight.narrow(0, begin, end))]
+        codes = bits_of(files, self.weight.narrow(0, begin, end))
+        numbers = codes.view(np.int8).astype(np.float32) if self.is_integer else FLOAT8[codes]
         first = begin // high
         scale = scale_numbers(files, self.scale.narrow(0, first, -(-end // high)))
         rows = np.arange(begin, end) // high - first
         columns = np.arange(self.weight.shape[1]) // wide
         with np.errstate(over="ignore", invalid="ignore"):
             return rounded(numbers * scale[rows][:, columns], self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """Integers of ``bits`` bits, packed along the inputs from the lowest bit, times the scale of their group.
+
+    ``packed`` I32 ``[O, ceil(I * bits / 32)]``, ``scale`` ``[O, G]``; a code is the integer plus 2^(bits - 1).
+    """
+
+    packed: Tensor
+    scale: Tensor
+    bits: int
+    columns: int
+    dtype: str
+
+    def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
+        codes_IO = unpack(bits_of(files, self.packed.narrow(0, begin, end)).T, self.bits)[: self.columns]
+        scale_OG = scale_numbers(files, self.scale.narrow(0, begin, end))
+        groups_I = np.arange(self.columns) // (self.columns // scale_OG.shape[1])
+        with np.errstate(all="ignore"):
+            centered = (codes_IO - (1 << (self.bits - 1))).astype(np.float32)
+            return rounded(centered.T * scale_OG[:, groups_I], self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

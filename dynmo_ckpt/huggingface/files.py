@@ -1,13 +1,12 @@
-"""The files of a Hugging Face directory: configuration, weights with their index, generation settings, tokenizer."""
+"""The files of a Hugging Face directory: configuration, weights with their index, generation settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._common.document import MAX_TABLE_BYTES, encode_json, parse_any_json, short_repr
-from .._common.errors import UsageError
+from .._common.document import MAX_TABLE_BYTES, encode_json, parse_any_json
 from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..io.files import read_file
 from ..io.safetensors import read_index
@@ -16,25 +15,14 @@ from ..tensors.copy_plan import OutputTensor, SafetensorsFile, safetensors_file,
 from ..tensors.views import Tensor, as_tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import open_torch
+from .config_keys import with_known_type
 
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<eos>")
-# Copied byte for byte: loading and saving a tokenizer with transformers may drop metadata.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
-FURTHER_TEMPLATES = "additional_chat_templates"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # Only for the message about a directory with weights of another kind.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+# What torch.compile, activation checkpointing and FSDP insert into the names of parameters, and DDP before them.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+DATA_PARALLEL = "module."
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -44,7 +32,35 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         CorruptError: the file is missing, or not a JSON object.
     """
-    return json_object(directory / "config.json")
+    return with_known_type(json_object(directory / "config.json"))
+
+
+def raw_type(directory: Path) -> Any:
+    """The ``model_type`` that ``config.json`` states, which may be another name of a known one.
+
+    Raises:
+        CorruptError: as of ``read_config``.
+    """
+    return json_object(directory / "config.json").get("model_type")
+
+
+def without_wrappers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of the plain module, without those of torch.compile, FSDP, DDP and checkpointing.
+
+    Args:
+        tensors: by name, of any shape.
+
+    Raises:
+        CorruptError: two tensors have the same name then.
+    """
+    plain = dict(tensors)
+    for wrapper in WRAPPERS:
+        plain = {name.replace(wrapper, ""): tensor for name, tensor in plain.items()}
+    if plain and all(name.startswith(DATA_PARALLEL) for name in plain):
+        plain = {name.removeprefix(DATA_PARALLEL): tensor for name, tensor in plain.items()}
+    if len(plain) < len(tensors):
+        raise CorruptError("tensors have the same names without those of wrappers, such as _orig_mod")
+    return plain
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
@@ -88,11 +104,16 @@ def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tenso
         UnsupportedError: a type that DynMo does not read.
     """
     safetensors = _quantized_safetensors if quantized else safetensors_tensors
-    for name, read in (("model.safetensors", safetensors), ("pytorch_model.bin", torch_tensors)):
+    for name, read in zip(WEIGHT_FILES, (safetensors, torch_tensors), strict=True):
         if (directory / name).exists():
             return read(directory / name)
         if (directory / f"{name}.index.json").exists():
             return _indexed(directory / f"{name}.index.json", read)
+    if absent := [path.name for path in directory.glob("*") if path.is_symlink() and not path.exists()]:
+        raise CorruptError(
+            f"{directory}: {short_names(sorted(absent))}: links to missing files; download the model again, as with "
+            "`hf download`"
+        )
     others = sorted(path.name for path in directory.glob("*") if path.suffix in WEIGHT_SUFFIXES)
     raise CorruptError(
         f"{directory}: must have model.safetensors or pytorch_model.bin, or an index of such files"
@@ -158,12 +179,14 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
     return tensors
 
 
-def output_tensors(mapped: Sequence[MappedTensor], dtype: str, buffers: Collection[str] = ()) -> list[OutputTensor]:
+def output_tensors(
+    mapped: Sequence[MappedTensor], dtype: str | None, buffers: Collection[str] = ()
+) -> list[OutputTensor]:
     """The tensors of a directory in the order of ``mapped``.
 
     Args:
         mapped: the tensors under the names of transformers; pruned elements become zero.
-        dtype: the type to write, as in safetensors.
+        dtype: the type to write, as in safetensors; None keeps that of each tensor.
         buffers: native names of tensors that keep their type: the biases of experts are float32 in every model.
     """
     return [
@@ -172,7 +195,7 @@ def output_tensors(mapped: Sequence[MappedTensor], dtype: str, buffers: Collecti
             shape=m.shape,
             content=m.content,
             mask=m.mask,
-            cast=None if m.content.dtype == dtype or m.source_name in buffers else dtype,
+            cast=None if dtype in (None, m.content.dtype) or m.source_name in buffers else dtype,
         )
         for m in mapped
     ]
@@ -201,73 +224,3 @@ def weight_index(files: Sequence[SafetensorsFile]) -> bytes | None:
     total = sum(tensor.num_bytes for file in files for tensor in file.tensors)
     weight_map = {tensor.key: file.name for file in files for tensor in file.tensors}
     return encode_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def tokenizer_names(directory: Path) -> list[str]:
-    """Names of the tokenizer files in ``directory``, with those of further chat templates."""
-    further = sorted(path.name for path in (directory / FURTHER_TEMPLATES).glob("*.jinja") if path.is_file())
-    names = [*TOKENIZER_FILES, *(f"{FURTHER_TEMPLATES}/{name}" for name in further)]
-    return [name for name in names if (directory / name).is_file()]
-
-
-def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[dict[str, bytes], int | None]:
-    """Byte copies of the tokenizer files, with a configuration that AutoTokenizer opens, and the id of the end token.
-
-    Args:
-        directory: the directory of the files; it may have none.
-        vocab_size: the true vocabulary size of the model.
-        max_length: number of positions of the model.
-
-    Raises:
-        CorruptError: an invalid file.
-        UsageError: the tokenizer has more tokens than the vocabulary of the model.
-    """
-    files = {name: read_file(directory / name, MAX_TABLE_BYTES) for name in tokenizer_names(directory)}
-    if "tokenizer.json" not in files:
-        return files, _end_token_of_vocabulary(directory / "vocab.json", files.get("vocab.json"))
-    ids, last = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])
-    # Such a token would be beyond the embedding, which has no padding rows here. Added tokens may be: that of images of
-    # the small Gemma 3 has no row, and no text has it.
-    if last >= vocab_size:
-        raise UsageError(
-            f"{directory}: the tokenizer has the token id {last}; the vocabulary of the model ends at {vocab_size - 1}"
-        )
-    end = next((token for token in END_TOKENS if token in ids), None)
-    if "tokenizer_config.json" not in files:
-        special = {} if end is None else {"bos_token": end, "eos_token": end, "unk_token": end}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, **special}
-        files["tokenizer_config.json"] = encode_json(config)
-    return files, None if end is None else ids[end]
-
-
-def _token_ids(path: Path, payload: bytes) -> tuple[dict[str, int], int]:
-    """Ids of all tokens of a ``tokenizer.json``, added tokens included, and the largest one without these."""
-    try:
-        document = parse_any_json(payload, MAX_TABLE_BYTES)
-        vocabulary = document["model"]["vocab"]
-        named = dict(vocabulary) if isinstance(vocabulary, dict) else {row[0]: i for i, row in enumerate(vocabulary)}
-        added = {token["content"]: token["id"] for token in document.get("added_tokens") or []}
-        return _checked_ids(named | added), max(_checked_ids(named).values(), default=-1)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise CorruptError(f"{path}: not a tokenizer file: {error}") from error
-
-
-def _checked_ids(ids: dict[str, Any]) -> dict[str, int]:
-    for token, number in ids.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(
-                f"the id of {short_repr(token)} must be a non-negative integer, found {short_repr(number)}"
-            )
-    return ids
-
-
-def _end_token_of_vocabulary(path: Path, payload: bytes | None) -> int | None:
-    """Id of the end token in a ``vocab.json``; None without the file or the token."""
-    try:
-        vocabulary = {} if payload is None else parse_any_json(payload, MAX_TABLE_BYTES)
-        if not isinstance(vocabulary, dict):
-            raise ValueError("must be an object of tokens and ids")
-        ids = _checked_ids({token: vocabulary[token] for token in END_TOKENS if token in vocabulary})
-    except ValueError as error:
-        raise CorruptError(f"{path}: not a vocabulary: {error}") from error
-    return next(iter(ids.values()), None)

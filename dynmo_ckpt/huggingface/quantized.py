@@ -8,6 +8,7 @@ mxfp4     NAME_blocks, NAME_scales                 float4 code times 2^(scale - 
 gptq      qweight, qzeros, scales, g_idx           (code - zero point) * scale of the input's group
 awq       qweight, qzeros, scales                  as GPTQ, with 4 bits packed along the output in another order
 compr.    shape, compressed, bitmask, row_offsets  pruned weights of compressed-tensors (:mod:`.bitmask`)
+compr.    weight, weight_packed, weight_scale      float8 or integer times a scale (:mod:`.compressed`)
 ========  =======================================  ==============================================================
 
 The weights become tensors under their plain names that are computed while they are read (:mod:`.dequantize`), in the
@@ -18,17 +19,17 @@ numbers would be read wrongly without a message.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from .._common.document import short_repr
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
-from ..io.reading import open_sources
 from ..io.safetensors import QUANTIZED_BYTES
-from ..tensors.computed import arrays_of, bits_of, computed_tensor
-from ..tensors.views import Tensor, View
+from ..tensors.computed import computed_tensor
+from ..tensors.views import Tensor
 from .bitmask import GROUP, BitmaskRows
+from .compressed import QUANTIZED_FORMATS, as_bytes, check_compressed, compressed_weights, parts_of, stored_shapes
 from .dequantize import AwqRows, BlockScaledRows, GptqRows, MicroscaledRows
 from .files import is_conv1d
 
@@ -73,7 +74,11 @@ _LAYOUT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "dynamic": (),
     },
     "awq": {"version": ("gemm", "GEMM", None), "zero_point": (True,)},
-    SPARSE: {"version": (), "sparsity_config": (), "ignore": (), "format": ("dense", None), "config_groups": ()},
+    SPARSE: {
+        "format": ("dense", None, *QUANTIZED_FORMATS),
+        **dict.fromkeys(("version", "sparsity_config", "ignore", "config_groups", "quantization_status"), ()),
+        **dict.fromkeys(("global_compression_ratio", "kv_cache_scheme", "transform_config"), ()),
+    },
 }
 
 
@@ -166,10 +171,12 @@ def _check_numbers(method: str, config: Mapping[str, Any]) -> None:
 
 def _check_sparsity(config: Mapping[str, Any], ignored: Sequence[str]) -> None:
     sparsity = config.get("sparsity_config")
-    if config.get("config_groups") or sparsity is None:
+    if config.get("config_groups"):
+        check_compressed(config, KEY)
+        return
+    if sparsity is None or config.get("format") in QUANTIZED_FORMATS:
         raise UnsupportedError(
-            f"config.json: {KEY}: of {SPARSE}, weights that are sparse and not quantized are read (sparsity_config, no "
-            "config_groups); dequantize the weights with the program that wrote them"
+            f"config.json: {KEY}: {SPARSE} without config_groups needs the sparsity_config of sparse weights"
         )
     if not isinstance(sparsity, dict):
         raise CorruptError(f"config.json: {KEY}.sparsity_config must be an object, found {short_repr(sparsity)}")
@@ -207,7 +214,12 @@ def dequantized_tensors(
     if quantization is None:
         return found, []
     build = {"fp8": _fp8, "mxfp4": _mxfp4, "gptq": _gptq, "awq": _awq, SPARSE: _sparse}[quantization.method]
-    built, used = build(found, quantization)
+    is_compressed = quantization.method == SPARSE and bool(quantization.config.get("config_groups"))
+    built, used = (
+        compressed_weights(found, quantization.config, quantization.dtype)
+        if is_compressed
+        else build(found, quantization)
+    )
     clashes = sorted((set(found) - used) & set(built))
     if clashes:
         raise CorruptError(f"{short_names(clashes)}: stored both plain and quantized")
@@ -218,7 +230,9 @@ def dequantized_tensors(
             f"{len(unscaled)} tensors have the type {rest[unscaled[0]].dtype} and no scale: {short_names(unscaled)}"
         )
     remark = f"{len(built)} quantized weights ({quantization.method}) are dequantized while they are read"
-    if quantization.method == SPARSE:
+    if is_compressed:
+        remark += "; what quantizes activations is left out"
+    elif quantization.method == SPARSE:
         layout = quantization.config["sparsity_config"]["format"]
         remark = f"{len(built)} sparse weights ({layout}) are decompressed while they are read"
     return {**rest, **built}, [remark]
@@ -232,7 +246,7 @@ def _fp8(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
     block = how.config.get("weight_block_size")
     for scale_name in [name for name in tensors if name.endswith("_scale_inv")]:
         name = scale_name.removesuffix("_scale_inv")
-        weight, scale = _parts(tensors, name, (name, scale_name))
+        weight, scale = parts_of(tensors, name, (name, scale_name))
         rows, columns = _matrix(name, weight, ("F8_E4M3",))
         expected: tuple[int, ...] = ()
         if block is not None:
@@ -245,8 +259,8 @@ def _fp8(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
             )
         # A scale of one element counts as one block that covers the matrix.
         sizes = (rows, columns) if block is None else (block[0], block[1])
-        flat = _as_bytes(scale).with_unit_dims((1, 1)) if has_one else _as_bytes(scale)
-        codes = _as_bytes(weight)
+        flat = as_bytes(scale).with_unit_dims((1, 1)) if has_one else as_bytes(scale)
+        codes = as_bytes(weight)
         compute = BlockScaledRows(weight=codes, scale=flat, block=sizes, dtype=how.dtype or "BF16")
         built[name] = computed_tensor(name, compute.dtype, weight.shape, (codes, flat), compute)
         used |= {name, scale_name}
@@ -259,7 +273,7 @@ def _mxfp4(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
     built, used = {}, set()
     for blocks_name in [name for name in tensors if name.endswith("_blocks")]:
         name = blocks_name.removesuffix("_blocks")
-        blocks, scales = _parts(tensors, name, (blocks_name, f"{name}_scales"))
+        blocks, scales = parts_of(tensors, name, (blocks_name, f"{name}_scales"))
         shape = blocks.shape
         if len(shape) != 4 or shape[3] != 16 or scales.shape != shape[:3] or {blocks.dtype, scales.dtype} != {"U8"}:
             raise CorruptError(
@@ -282,7 +296,7 @@ def _gptq(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
     for qweight_name in [name for name in tensors if name.endswith(".qweight")]:
         module = qweight_name.removesuffix(".qweight")
         names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
-        qweight, qzeros, scales = _parts(tensors, module, names)
+        qweight, qzeros, scales = parts_of(tensors, module, names)
         words, columns = _matrix(qweight_name, qweight, ("I32",))
         rows, left_bits = divmod(words * 32, bits)
         size = rows if group == -1 else group
@@ -318,7 +332,7 @@ def _awq(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
     for qweight_name in [name for name in tensors if name.endswith(".qweight")]:
         module = qweight_name.removesuffix(".qweight")
         names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
-        qweight, qzeros, scales = _parts(tensors, module, names)
+        qweight, qzeros, scales = parts_of(tensors, module, names)
         rows, words = _matrix(qweight_name, qweight, ("I32",))
         size = rows if group == -1 else group
         groups = -(-rows // size)
@@ -346,8 +360,8 @@ def _sparse(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
     if layout == "dense":
         return built, used
     modules = {name.rpartition(".")[0]: None for name in tensors if name.endswith(tuple(f".{part}" for part in parts))}
-    found = {module: _parts(tensors, module, [f"{module}.{part}" for part in parts]) for module in modules}
-    shapes = _stored_shapes({module: tensors[0] for module, tensors in found.items()})
+    found = {module: parts_of(tensors, module, [f"{module}.{part}" for part in parts]) for module in modules}
+    shapes = stored_shapes({module: tensors[0] for module, tensors in found.items()})
     for module, (_, compressed, bitmask, *offsets) in found.items():
         rows, columns = shapes[module]
         if compressed.dtype not in FLOATS:
@@ -379,28 +393,6 @@ def _sparse(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
     return built, used
 
 
-def _stored_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """The numbers of rows and columns that files store as tensors."""
-    for module, tensor in tensors.items():
-        if tensor.dtype != "I64" or tensor.shape not in ((2,), (2, 1)):
-            raise CorruptError(
-                f"{short_name(module)}.shape: is {tensor.dtype} {list(tensor.shape)}; must be two integers of I64"
-            )
-    shapes = {}
-    with open_sources([array for tensor in tensors.values() for array in arrays_of(tensor)]) as files:
-        for module, tensor in tensors.items():
-            rows, columns = bits_of(files, tensor).reshape(-1).astype("int64").tolist()
-            shapes[module] = (rows, columns)
-    return shapes
-
-
-def _parts(tensors: Mapping[str, Tensor], what: str, names: Sequence[str]) -> list[Tensor]:
-    missing = [name for name in names if name not in tensors]
-    if missing:
-        raise CorruptError(f"{short_name(what)}: lacks {short_names(missing)}")
-    return [tensors[name] for name in names]
-
-
 def _matrix(name: str, tensor: Tensor, dtypes: Sequence[str]) -> tuple[int, int]:
     if len(tensor.shape) != 2 or tensor.dtype not in dtypes:
         raise CorruptError(
@@ -408,15 +400,3 @@ def _matrix(name: str, tensor: Tensor, dtypes: Sequence[str]) -> tuple[int, int]
             f"type {' or '.join(dtypes)}"
         )
     return tensor.shape[0], tensor.shape[1]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor of eight bits as one of bytes, which the copy knows; others are unchanged."""
-    if tensor.dtype not in QUANTIZED_BYTES:
-        return tensor
-    pieces = tuple(replace(p, view=_view_of_bytes(p.view)) for p in tensor.pieces)
-    return replace(tensor, dtype="U8", pieces=pieces)
-
-
-def _view_of_bytes(view: View) -> View:
-    return replace(view, array=replace(view.array, dtype="U8"))

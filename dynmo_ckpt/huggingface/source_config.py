@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._common.document import encode_json, parse_json
+from .._common.document import encode_json, parse_json, short_repr
 from .._common.errors import DynmoError
 from ..io.errors import CorruptError
 from ..maps.decoder_fields import DECODERS, family_fields
@@ -122,14 +122,21 @@ def export_generation_config(source: Mapping[str, Any] | None, computed: dict[st
     return generation
 
 
+def unlike_config(config: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """How a configuration differs from a model: fields with both values; empty where it describes the model."""
+    try:
+        described = stated_fields(hf_model(config, 1, ignored=("*",)))
+    except DynmoError as error:
+        return str(error)
+    own = stated_fields(model)
+    unlike = [name for name in own | described if own.get(name) != described.get(name)]
+    return "; ".join(f"{name} {short_repr(described.get(name))}, not {short_repr(own.get(name))}" for name in unlike)
+
+
 def _describes(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
     """Whether a configuration describes a model; the padding of the vocabulary is ignored."""
-    try:
-        # Unknown keys were refused, or ignored by an option, when the source was read.
-        described = hf_model(config, 1, ignored=("*",))
-    except DynmoError:
-        return False
-    return stated_fields(described) == stated_fields(model)
+    # Unknown keys were refused, or ignored by an option, when the source was read.
+    return not unlike_config(config, model)
 
 
 def stated_fields(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import hashlib
 import importlib
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,16 +226,16 @@ class HubCommit:
         return () if self.place.folder else REPOSITORY_FILES
 
 
-def open_commit(target: RemotePath, source: Path, *, overwrite: bool) -> HubCommit:
+def open_commit(target: RemotePath, inputs: Sequence[Path], *, overwrite: bool) -> HubCommit:
     """Prepare a commit to a repository, before anything is uploaded.
 
     Args:
         target: the address.
-        source: the input.
+        inputs: files and directories that are read.
         overwrite: files in the folder are replaced.
 
     Raises:
-        UsageError: the address cannot be written, has files without ``overwrite``, or contains ``source``.
+        UsageError: the address cannot be written, has files without ``overwrite``, or contains an input.
         MissingExtraError: huggingface_hub is not installed.
         StorageError: no such repository or branch, no token, access denied, or no connection.
     """
@@ -244,8 +244,9 @@ def open_commit(target: RemotePath, source: Path, *, overwrite: bool) -> HubComm
     except ImportError as error:
         raise MissingExtraError("huggingface_hub", "hf") from error
     place = hub_folder(target)
-    if source.is_relative_to(target):
-        raise UsageError(f"{target}: overlaps the input {source}; choose another address")
+    for source in inputs:
+        if source.is_relative_to(target):
+            raise UsageError(f"{target}: overlaps the input {source}; choose another address")
     if get_token() is None:
         raise StorageError(f"{target}: no token of the hub; set HF_TOKEN, or log in with `hf auth login`")
     api = HfApi()

@@ -18,7 +18,7 @@ from .files import open_file
 
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I16": 2, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
 # Types that only a reader of quantized weights opens; each value is one byte.
-QUANTIZED_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1}
+QUANTIZED_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 # Types of the format that DynMo reads not at all, or only with scales, which are separate tensors.
 OTHER_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4", "I8", "C64")
 # The limit of the safetensors library: a larger header would not open there.
@@ -81,6 +81,11 @@ def read_index(path: Path, *, quantized: bool = False) -> Index:
             text_bytes = int.from_bytes(length, "little")
             if len(length) < 8:
                 raise CorruptError(f"{path}: not a safetensors file: has {size} bytes, and a header has at least 8")
+            if length.isascii() and length.decode().isprintable():
+                raise CorruptError(
+                    f"{path}: not a safetensors file: begins with the text {length.decode()!r}, as a page or a pickle "
+                    "in its place; download it again"
+                )
             if 8 + text_bytes > size or text_bytes > HEADER_LIMIT_BYTES:
                 raise CorruptError(f"{path}: a header of {text_bytes} bytes does not fit into a file of {size} bytes")
             text = handle.read(text_bytes)

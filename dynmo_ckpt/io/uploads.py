@@ -30,13 +30,13 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
-from .directory import check_target, defer_signals
+from .directory import CheckReplaced, check_target, defer_signals
 from .errors import CorruptError, StorageError
 from .hub import open_commit
 from .remote import HUB, STAGING, UPLOAD_MARK, RemoteFile, RemotePath, remote_errors
@@ -159,36 +159,42 @@ class RemoteDirectory:
         self.target.file_system().invalidate_cache()
 
 
-def check_output(target: Path, source: Path, *, overwrite: bool, need_bytes: int) -> None:
+def check_output(target: Path, inputs: Sequence[Path], *, check: CheckReplaced | None) -> None:
     """As ``check_target`` for a local directory, as ``check_remote_target`` or ``open_commit`` for an address.
 
     Args:
         target: the new directory.
-        source: the input.
-        overwrite: an existing ``target`` is replaced.
-        need_bytes: free space that a local directory needs, in bytes.
+        inputs: files and directories that are read.
+        check: whether an existing ``target`` may be replaced; None: it must not exist.
     """
     if isinstance(target, RemotePath) and target.scheme == HUB:
-        open_commit(target, source, overwrite=overwrite)
+        open_commit(target, inputs, overwrite=check is not None)
     elif isinstance(target, RemotePath):
-        check_remote_target(target, source, overwrite=overwrite)
+        check_remote_target(target, inputs, check=check)
     else:
-        check_target(target, source, overwrite=overwrite, need_bytes=need_bytes)
+        check_target(target, inputs, check=check, need_bytes=0)
 
 
-def check_remote_target(target: RemotePath, source: Path, *, overwrite: bool) -> None:
+def check_remote_target(target: RemotePath, inputs: Sequence[Path], *, check: CheckReplaced | None) -> None:
     """Check a new directory in an object store before anything is written.
 
+    Args:
+        target: the new directory.
+        inputs: files and directories that are read.
+        check: whether an existing ``target`` may be replaced; None: it must not exist.
+
     Raises:
-        UsageError: ``target`` is a bucket, has objects without ``overwrite``, or is or contains ``source``.
+        UsageError: ``target`` is a bucket, must not be replaced, or overlaps an input.
         StorageError: the store cannot be reached or denies access.
     """
     if len(target.parts) < 3:
         raise UsageError(f"{target}: is a bucket; add a path below it")
-    if isinstance(source, RemotePath) and (source.is_relative_to(target) or target.is_relative_to(source)):
-        raise UsageError(f"{target}: overlaps the input {source}; choose another address")
+    for source in inputs:
+        if isinstance(source, RemotePath) and (source.is_relative_to(target) or target.is_relative_to(source)):
+            raise UsageError(f"{target}: overlaps the input {source}; choose another address")
     mark = target / UPLOAD_MARK
-    if overwrite:
+    if check is not None:
+        check(target)
         return
     if mark.info(refresh=True) is not None:
         raise UsageError(f"{target}: an upload to this address is running or was cut; replace it with --overwrite")

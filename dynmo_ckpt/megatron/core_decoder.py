@@ -116,8 +116,8 @@ def decoder_model(file: DecoderFile, given: Mapping[str, int | None], remarks: l
     positions = count_of(path, args, "max_position_embeddings") or count_of(path, args, "seq_length")
     if heads is None or positions is None:
         raise UsageError(
-            f"{path}: its args must have num_attention_heads and max_position_embeddings; --num-attention-heads gives "
-            "the first"
+            f"{path}: its args must have num_attention_heads and max_position_embeddings; --config gives them "
+            "from the model's config.json of transformers"
         )
     epsilon = number_of(path, args, "norm_epsilon" if "norm_epsilon" in args else "layernorm_epsilon")
     model: Model = {

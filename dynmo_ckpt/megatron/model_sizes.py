@@ -88,7 +88,8 @@ def model_of(
     heads = given["num_attention_heads"] or args.get("num_attention_heads")
     if not isinstance(heads, int) or heads < 1 or (hidden % heads and "kv_channels" not in args):
         raise UsageError(
-            f"{path}: the number of heads is {short_repr(heads)}; give --num-attention-heads, a divisor of {hidden}"
+            f"{path}: the number of heads is {short_repr(heads)}; give --num-attention-heads, a divisor of {hidden}, "
+            f"or --config with the model's config.json of transformers"
         )
     epsilon = number_of(path, args, "layernorm_epsilon" if "layernorm_epsilon" in args else "norm_epsilon")
     model: dict[str, Any] = {

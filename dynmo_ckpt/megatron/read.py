@@ -43,6 +43,7 @@ from ..tensors.views import Tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import TorchFile, open_torch
 from .arguments import check_args, read_args
+from .check_places import check_grid, check_iteration, check_ranks, check_stages
 from .core_names import is_core, legacy_names
 from .model_sizes import Args, family_of, model_of
 from .read_distributed_optimizer import is_distributed, read_distributed
@@ -61,6 +62,7 @@ MAX_DICT_ENTRIES = 1_000_000
 HEAD_COPY = "word_embeddings_for_head.weight"
 OUTPUT_LAYER = "language_model.output_layer.weight"
 WORD_TABLE = "language_model.embedding.word_embeddings.weight"
+NORM = "final_layernorm."
 ROW_OFFSETS = ".row_offsets"
 Copy = tuple[str, Tensor, Tensor]
 """What is stored twice, in words, and both tensors."""
@@ -146,8 +148,13 @@ def find_iteration(path: Path, step: int | None) -> Path:
     return path / name
 
 
-def open_legacy(path: Path, options: ReadOptions) -> MegatronCheckpoint:
+def open_legacy(path: Path, options: ReadOptions, described: Args | None = None) -> MegatronCheckpoint:
     """Index a legacy checkpoint of any topology; the bytes of replicas alone are read, to compare them.
+
+    Args:
+        path: a run directory, or one iteration.
+        options: how to read.
+        described: the arguments of the model, for files that record none.
 
     Raises:
         UnsafePickleError: a file refers to more than plain data.
@@ -159,7 +166,11 @@ def open_legacy(path: Path, options: ReadOptions) -> MegatronCheckpoint:
     grid = _read_ranks(directory, options.with_optimizer)
     first = grid[0][0]
     facts = RankMetadata(
-        path=first.path, args=first.args, version=first.version, step=first.step, progress=first.progress
+        path=first.path,
+        args=first.args or described or {},
+        version=first.version,
+        step=first.step,
+        progress=first.progress,
     )
     if not options.with_optimizer:
         return assemble(facts, *_numbered_stages(grid), options)
@@ -371,7 +382,14 @@ def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
             f"{directory}: {len(missing)} of {tensor_ranks * stages} ranks are missing: {short_names(missing)}"
         )
     name_map = load_map("legacy_gpt", "2")
-    grid = [[_read_rank(found[t, p], name_map, with_optimizer) for p in range(stages)] for t in range(tensor_ranks)]
+    files = {place: open_rank(child) for place, child in found.items()}
+    check_ranks({(tensor, stage, 0): file for (tensor, stage), file in files.items()})
+    grid = [[_read_rank(files[t, p], name_map, with_optimizer) for p in range(stages)] for t in range(tensor_ranks)]
+    first = grid[0][0]
+    check_iteration(directory, first.step)
+    rows = sum(row[0].chunks[0][WORD_TABLE].shape[0] for row in grid if WORD_TABLE in row[0].chunks[0])
+    is_complete = any(NORM in name for name in grid[0][-1].chunks[-1])
+    check_grid(directory, first.args, tensor_ranks, rows, is_complete)
     # Megatron saves without an atomic rename. So a job that was killed leaves ranks of different iterations.
     for rank in (rank for row in grid for rank in row):
         if (rank.version, len(rank.chunks), rank.step) != (grid[0][0].version, len(grid[0][0].chunks), grid[0][0].step):
@@ -381,9 +399,12 @@ def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
     return grid
 
 
-def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Rank:
-    names = [name for name in MODEL_FILES if (directory / name).is_file()]
-    file = open_torch(directory / names[0])
+def open_rank(directory: Path) -> TorchFile:
+    """The file of a rank that has the model."""
+    return open_torch(directory / next(name for name in MODEL_FILES if (directory / name).is_file()))
+
+
+def _read_rank(file: TorchFile, name_map: NameMap, with_optimizer: bool) -> _Rank:
     chunks = []
     for flat in chunks_of_file(file):
         named = legacy_names(flat) if is_core(flat) else flat
@@ -511,6 +532,7 @@ def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tenso
                 return f"language_model.{match[1]}.layers.{int(match[2]) + begins[match[1]]}."
 
             result.append({LAYER_NAME.sub(numbered, name): [rank[name] for rank in ranks] for name in ranks[0]})
+    check_stages(grid[0][0].path, result, WORD_TABLE, LAYER_NAME, NORM)
     return result, counts
 
 

@@ -23,6 +23,7 @@ from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, s
 from ..tensors.views import Tensor, concatenate
 from ..torch_save.reader import open_torch
 from .arguments import count_of, read_args
+from .check_places import check_iteration, check_ranks, check_stages
 from .core_decoder import OUTPUT, WORD, is_decoder
 from .core_names import is_core
 from .read import (
@@ -133,9 +134,12 @@ def open_core_ranks(path: Path, options: ReadOptions) -> MegatronCheckpoint | No
             f"pipeline, expert){f'; {short_names(missing)} missing' if missing else ''}"
         )
     step = step_of(first)
+    check_iteration(directory, step)
+    opened = {key: files.get(match) or open_torch(places[match]) for key, match in by_rank.items()}
+    check_ranks(opened)
     ranks = {}
     for key, match in by_rank.items():
-        file = files.get(match) or open_torch(places[match])
+        file = opened[key]
         ranks[key] = chunks.get(match) or chunks_of_file(file)
         # Megatron saves without an atomic rename. So a job that was killed leaves ranks of different iterations.
         if (step_of(file), len(ranks[key])) != (step, len(next(iter(chunks.values())))):
@@ -159,10 +163,11 @@ def _key(match: re.Match[str], stages: int, experts: int) -> tuple[int, int, int
 def _merged(grid: _Grid, options: ReadOptions, copies: list[Copy]) -> dict[str, Tensor]:
     """The whole tensors of all stages; what is stored several times is appended to ``copies``."""
     result: dict[str, Tensor] = {}
-    begin = 0
+    begin, stages = 0, []
     is_tied = not grid.args.get("untie_embeddings_and_output_weights") and not options.untie
     for chunk, stage in grid.stages():
         named = _stage(grid, chunk, stage, copies)
+        stages.append(named)
         numbers = {int(match[1]) for name in named if (match := LAYER.match(name))}
         if numbers != set(range(len(numbers))):
             raise CorruptError(f"{grid.directory}: the layers of stage {stage} must be numbered from 0")
@@ -176,6 +181,7 @@ def _merged(grid: _Grid, options: ReadOptions, copies: list[Copy]) -> dict[str, 
             else:
                 result[known] = tensor
         begin += len(numbers)
+    check_stages(grid.directory, stages, WORD, LAYER, "final_layernorm.")
     return result
 
 

@@ -113,6 +113,15 @@ def has_own_map(model: Mapping[str, Any]) -> bool:
     return decoder_fields(model)["position_embedding"] == "rotary" and model["activation"] in GATED
 
 
+def described_args(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that describe the ``model`` of a manifest.
+
+    Raises:
+        UnsupportedError: a rotary scaling, a router or a window that Megatron-core does not have.
+    """
+    return decoder_args(model) if has_own_map(model) else legacy_args(model, 1, 1, 3.0, None, "Megatron-core")
+
+
 def _entries(
     prefix: str,
     tensors: Iterable[MappedTensor],
@@ -178,8 +187,7 @@ def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) ->
     """``common.pt``: arguments, progress, and the parameter groups without tensors."""
     model, optimizer = checkpoint.manifest["model"], checkpoint.manifest["optimizer"]
     progress, constants = progress_of(checkpoint.manifest), ConstantStorages()
-    described = decoder_args(model) if has_own_map(model) else legacy_args(model, 1, 1, 3.0, None, "Megatron-core")
-    args = described | megatron_args(progress)
+    args = described_args(model) | megatron_args(progress)
     args |= {"use_dist_ckpt": True, "dist_ckpt_format": "torch_dist", "ckpt_format": "torch_dist"}
     tree: dict[str, Any] = {
         "args": NewObject(GlobalName("argparse", "Namespace"), args),

@@ -29,12 +29,16 @@ class NativeCheckpoint:
         manifest: as in ``manifest.json``; shards and files are empty where the input has another format.
         tensors: the stored tensors by global name, in the order of the manifest.
         scratch: keeps alive the directory with unpacked tensors.
+        tokenizer: the directory of the tokenizer's files; None: next to the weights, or in ``tokenizer`` there.
+        is_renamed: a Hugging Face directory with names that transformers does not read, such as those of wrappers.
     """
 
     directory: Path
     manifest: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     scratch: object = None
+    tokenizer: Path | None = None
+    is_renamed: bool = False
 
     def names(self, *roles: str) -> list[str]:
         """Names of the stored tensors with one of ``roles``."""

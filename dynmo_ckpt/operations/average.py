@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .._common.errors import UsageError
+from ..converters import NOT_WRITTEN
 from ..converters.registry import get_format, open_and_report
 from ..formats.choices import AUTO, ReadOptions, WriteOptions
 from ..io.errors import UnsupportedError, short_names
@@ -29,6 +30,7 @@ from ..tensors.equality import equal_bytes
 from ..tensors.tiled_copy import cast
 from ..tensors.views import Tensor
 from .convert import check_options
+from .overwrite import replaced_check
 from .write import WriteSettings, write_export
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -85,11 +87,14 @@ def average(
         DynmoError: the errors of reading, planning and writing, by exit code.
     """
     shares = shares_of(len(sources), weights, decay)
-    output = get_format(target_format)
+    output = get_format(target_format, NOT_WRITTEN)
     check_options(output, write, with_optimizer=False)
     checkpoints = [open_and_report(source, AUTO, read) for source in sources]
-    for checkpoint in checkpoints:
-        check_output(target, checkpoint.directory, overwrite=settings.overwrite, need_bytes=0)
+    inputs = tuple(checkpoint.directory for checkpoint in checkpoints)
+    further = (path for path in (read.config, write.tokenizer) if path is not None)
+    settings = replace(settings, inputs=(*inputs, *read.adapters, *further))
+    # Before the weights are compared: a wrong output costs no time.
+    check_output(target, inputs, check=replaced_check(settings.inputs) if settings.overwrite else None)
     averaged = average_of(checkpoints, shares)
     if output.write is None:  # refused by check_options; narrows the type
         raise UsageError(f"--to {output.name}: can only be read")

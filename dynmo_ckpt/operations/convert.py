@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .._common.errors import UsageError
+from ..converters import NOT_READ, NOT_WRITTEN
 from ..converters.native import plan_native_export
 from ..converters.registry import CheckpointFormat, detect, get_format, open_and_report
 from ..formats.choices import AUTO, BLOCK_TYPES, ReadOptions, WriteOptions
@@ -56,13 +57,15 @@ def convert(
         UsageError: options that the formats do not have.
         DynmoError: the errors of reading, planning and writing, by exit code.
     """
-    output = get_format(target_format)
+    output = get_format(target_format, NOT_WRITTEN)
     if read.optimizer_if_present and with_optimizer is not None:
         raise UsageError("--with-optimizer-if-present: cannot be combined with --with-optimizer or --no-optimizer")
     check_options(output, write, with_optimizer=bool(with_optimizer))
     if write.tokenizer is not None and not write.tokenizer.is_dir():
         raise UsageError(f"--tokenizer {write.tokenizer}: not a directory")
-    name = detect(source).name if source_format == AUTO else source_format
+    # Megatron has two formats, which files show; every other name is that of a format.
+    is_open = source_format in (AUTO, "megatron")
+    name = detect(source).name if is_open else get_format(source_format, NOT_READ).name
     # A format without optimizer state does not need that of the input.
     optional = read.optimizer_if_present and output.stores_optimizer
     read = replace(read, with_optimizer=bool(with_optimizer), optimizer_if_present=optional)
@@ -86,6 +89,8 @@ def convert(
         settings = replace(settings, logits=check)
     if output.write is None:  # refused by check_options; narrows the type
         raise UsageError(f"--to {output.name}: can only be read")
+    read_too = (*read.adapters, *(path for path in (read.config, write.tokenizer) if path is not None))
+    settings = replace(settings, inputs=(source, *read_too))
     write_export(
         checkpoint.directory, target, output.write(checkpoint, replace(write, with_optimizer=with_optimizer)), settings
     )
@@ -132,7 +137,10 @@ def check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimiz
         UsageError: it does not.
     """
     if output.write is None:
-        raise UsageError(f"--to {output.name}: checkpoints of this format can only be read")
+        raise UsageError(
+            f"--to {output.name}: checkpoints of this format can only be read; `dynmo-ckpt formats` lists those that "
+            "are written"
+        )
     defaults = WriteOptions()
     fields = ("tp", "pp", "vpp", "partition")
     unused = [f for f in fields if f not in output.topology and getattr(write, f) != getattr(defaults, f)]

@@ -17,7 +17,7 @@ from .._common.document import MAX_TABLE_BYTES
 from .._common.errors import UsageError
 from ..converters.registry import detect
 from ..io.errors import CorruptError, UnsupportedError, short_name
-from ..io.files import open_file, read_file
+from ..io.files import check_link, open_file, read_file
 from ..io.safetensors import StoredArray
 from ..io.uploads import is_marker
 from ..io.urls import is_plain_name
@@ -110,6 +110,7 @@ def checkpoint_files(directory: Path) -> Iterator[Path]:
             if path.is_symlink():
                 raise UnsupportedError(f"{path}: is a link to a directory; copy that directory")
             continue
+        check_link(path, directory)
         if not all(map(is_plain_name, path.relative_to(directory).parts)):
             raise UnsupportedError(f"{directory}: the name {short_name(path.name)} cannot be copied; rename the file")
         yield path

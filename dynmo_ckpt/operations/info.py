@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.console import human_bytes
 from ..io.computed import stored_inputs
-from ..io.errors import short_name
+from ..io.errors import short_name, short_names
 from ..io.safetensors import DTYPE_BYTES
 from ..maps.decoder_fields import unlike_family
 
@@ -23,8 +23,16 @@ def tensor_bytes(entry: Mapping[str, Any]) -> int:
     return int(math.prod(entry["shape"])) * DTYPE_BYTES[entry["dtype"]]
 
 
-def summarize(directory: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Run, model, topology, counts and sizes by role, pruning and frozen items of a checkpoint."""
+def summarize(directory: str, manifest: Mapping[str, Any], other_format: str | None = None) -> dict[str, Any]:
+    """Run, model, topology, counts and sizes by role, pruning and frozen items of a checkpoint.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest, or the one of the common form.
+        other_format: the name of its format; None: native. Files of other formats do not record when they were written.
+    """
+    written = {key: manifest[key] if other_format is None else None for key in ("written_by", "created_utc")}
+    config = (manifest.get("source") or {}).get("config") or {}
     roles: dict[str, dict[str, int]] = {}
     for entry in manifest["tensors"].values():
         role = roles.setdefault(entry["role"], {"tensors": 0, "elements": 0, "bytes": 0})
@@ -34,8 +42,10 @@ def summarize(directory: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
     dtypes = sorted({e["dtype"] for e in manifest["tensors"].values() if e["role"] == "parameter"})
     return {
         "path": directory,
-        "format": f"{manifest['format']} {manifest['version']}",
-        **{key: manifest[key] for key in ("written_by", "created_utc", "run_id", "step", "consumed_train_samples")},
+        "format": other_format or f"{manifest['format']} {manifest['version']}",
+        "architectures": config.get("architectures"),
+        **written,
+        **{key: manifest[key] for key in ("run_id", "step", "consumed_train_samples")},
         "model": manifest["model"],
         "parameter_dtypes": dtypes,
         "roles": roles,
@@ -67,9 +77,12 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if types := unlike.get("layer_types"):
         unlike["layer_types"] = " and ".join(f"{count} {kind}" for kind, count in sorted(Counter(types).items()))
     stages = [stage_text(stage) for stage in topology["partition"]]
+    names = summary["architectures"]
+    architecture = f", {short_names(names)}" if isinstance(names, list) and names else ""
     return [
+        ("format", f"{summary['format']}{architecture}"),
         ("run", f"{summary['run_id']}, step {summary['step']}, {summary['consumed_train_samples']} samples"),
-        ("written", f"{summary['created_utc']} by {summary['written_by']}"),
+        *([("written", f"{summary['created_utc']} by {summary['written_by']}")] if summary["written_by"] else []),
         (
             "model",
             f"{model['family']}, {model['num_layers']} layers, hidden {model['hidden_size']}, "

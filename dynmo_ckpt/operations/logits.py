@@ -126,8 +126,9 @@ class LogitsCheck:
 
         model = self.source.manifest["model"]
         tokens = fixed_tokens(model)
-        # transformers cannot compute what this conversion computes: dequantized weights, or a merged adapter.
-        is_computed = any(map(is_computed_tensor, self.source.tensors.values()))
+        # transformers cannot compute what this conversion computes: dequantized weights, or a merged adapter; nor
+        # does it find renamed ones.
+        is_computed = self.source.is_renamed or any(map(is_computed_tensor, self.source.tensors.values()))
         if self.source_format == HF and not is_computed:
             with _suggest_option(), local_copy(self.source.directory, self._files_of_source()) as directory:
                 before = hf_logits(directory, model, tokens, self.dtype, is_source=True)

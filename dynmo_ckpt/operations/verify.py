@@ -74,6 +74,9 @@ def header_findings(directory: Path) -> Iterator[str]:
     except CorruptError as error:
         yield str(error)
         return
+    name, step = STEP_NAME.fullmatch(directory.resolve().name), checkpoint.manifest["step"]
+    if name and int(name[1]) != step:
+        yield f"{directory}: the manifest is of step {step}; the directory was renamed, or its files come from another"
     yield from _file_findings(checkpoint)
     for key in unclaimed_keys(checkpoint):
         yield f"{key}: the manifest does not name it"

@@ -11,8 +11,8 @@
         fsync         of the directories
     rename to OUT     the only step that a reader can observe; fsync of the parent
 
-An error or a signal before the rename removes the staging directory; after it, OUT is complete and on disk. An OUT that
-exists is moved aside by a first rename, and moved back where the second one fails.
+An error or a signal before the rename removes the staging directory; after it, OUT is complete and on disk. The rename
+fails where OUT exists; with ``--overwrite`` it exchanges the two, where OUT is a checkpoint (see ``overwrite``).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from ..tensors.copy_plan import ExportPlan, Writable
 from ..tensors.execute import execute
 from ..tensors.tiled_copy import buffer_bytes
 from .logits import LogitsCheck, compare_logits
+from .overwrite import replaced_check
 from .verify import MANIFEST, header_findings, refuse_findings, small_findings, written_findings
 from .write_hub import write_hub
 from .write_remote import stream_memory_bytes, write_remote
@@ -58,6 +59,7 @@ class WriteSettings:
         plan_only: show files, bytes, memory and time, and write nothing.
         format: how to report.
         logits: the comparison of input and output; None: none.
+        inputs: what is read besides the checkpoint, such as adapters and a tokenizer; it must not be replaced.
     """
 
     jobs: int
@@ -66,6 +68,7 @@ class WriteSettings:
     plan_only: bool
     format: Format
     logits: LogitsCheck | None = None
+    inputs: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +120,10 @@ def write_plan(
         logits = write(source, target, plan, small, settings)
         _report(source, target, plan, started, settings, logits)
         return
-    check_target(target, source, overwrite=settings.overwrite, need_bytes=total)
-    with new_directory(target) as staging:
+    inputs = (source, *settings.inputs)
+    check = replaced_check(inputs) if settings.overwrite else None
+    check_target(target, inputs, check=check, need_bytes=total)
+    with new_directory(target, check) as staging:
         with progress("write", sum(file.num_bytes for file in plan.files) / 1e6, "MB") as tick:
             written = execute(staging, plan.files, jobs=settings.jobs, tick=tick, verify=settings.verify)
         # The manifest comes last: it has the checksums of all other files.

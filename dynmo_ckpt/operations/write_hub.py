@@ -32,6 +32,7 @@ from ..tensors.copy_plan import ExportPlan, WrittenFile
 from ..tensors.execute import execute
 from .local_copy import scratch_directory
 from .logits import compare_logits
+from .overwrite import refuse_other_files
 from .verify import MANIFEST, header_findings, refuse_findings, small_findings, written_findings
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def write_hub(
         StorageError: no space on the disk, or the hub denies access, cannot be reached or has other contents.
         UnsupportedError: the logits of input and output differ.
     """
-    commit = open_commit(target, source, overwrite=settings.overwrite)
+    commit = open_commit(target, (source, *settings.inputs), overwrite=settings.overwrite)
+    refuse_other_files(target, commit.present)
     sizes = [file.num_bytes for file in plan.files]
     # Logits are those of the local files, for the commit must not be made before they are known.
     is_local = settings.logits is not None and not settings.logits.skip_reason()

@@ -24,6 +24,7 @@ from ..io.uploads import COPIES_PER_PART, check_output, is_marker, new_remote_di
 from ..tensors.copy_plan import ExportPlan, Writable
 from ..tensors.stream import stream
 from .logits import compare_logits
+from .overwrite import replaced_check
 from .verify import MANIFEST, header_findings, refuse_findings, small_findings, written_findings
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def write_remote(
         CorruptError: the bytes of the input do not have their recorded checksums, or it was replaced meanwhile.
         StorageError: the store cannot be reached or denies access, or what was written read back differently.
     """
-    check_output(target, source, overwrite=settings.overwrite, need_bytes=0)
+    inputs = (source, *settings.inputs)
+    check_output(target, inputs, check=replaced_check(inputs) if settings.overwrite else None)
     with new_remote_directory(target) as directory:
         total = sum(file.num_bytes for file in plan.files)
         with progress("send", total / 1e6, "MB") as tick:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from .._common.crc32 import combine
-from ..io.errors import UnsupportedError
 from ..tensors.copy_plan import OutputTensor
 from .pickles import STORAGE_DTYPES, GlobalName
 from .reader import open_torch
@@ -29,8 +28,9 @@ STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 ALIGN_BYTES = 64
 # torch names the folder in the archive after the file; torch.load accepts any name.
 STEM = "model_optim_rng"
-ZIP32_LIMIT = 0xFFFFFFFF
+ZIP32_LIMIT = _MARK = 0xFFFFFFFF
 _LOCAL_BYTES = 30
+_WIDE_BYTES = 20  # an extra field with two 64-bit numbers
 _DOS_DATE = (1 << 5) | 1  # 1 January 1980, the earliest date of the zip format
 
 
@@ -208,16 +208,11 @@ class TorchSaveFile:
         members.append((f"{STEM}/version", 2, b"3\n"))
         entries, at = [], 0
         for name, size, payload in members:
-            # Headers here have 32-bit sizes; only the offsets in the central directory have a 64-bit form.
-            if size >= ZIP32_LIMIT:
-                raise UnsupportedError(
-                    f"{name}: a storage of {size:,} bytes exceeds the limit of the zip format; use more "
-                    "tensor-parallel ranks"
-                )
             # An extra field pads the header, so that each storage begins at a multiple of 64 bytes, as in files of
             # torch.
-            begin = at + _LOCAL_BYTES + len(name.encode()) + 4
-            extra = 4 + (-begin % ALIGN_BYTES)
+            fixed = 4 + (_WIDE_BYTES if size >= ZIP32_LIMIT else 0)
+            begin = at + _LOCAL_BYTES + len(name.encode()) + fixed
+            extra = fixed + (-begin % ALIGN_BYTES)
             entries.append(_Entry(name, size, at, extra, payload))
             at = entries[-1].data_offset + size
         return entries
@@ -255,17 +250,25 @@ class TorchSaveFile:
         result, directory = [], b""
         for entry in self._entries:
             crc = next(storage_sums) if entry.payload is None else zlib.crc32(entry.payload)
-            fields = struct.pack("<HHHHIII", 0, 0, 0, _DOS_DATE, crc, entry.num_bytes, entry.num_bytes)
+            # From the limit on, both sizes and then the offset are 64-bit numbers in an extra field.
+            is_wide = entry.num_bytes >= ZIP32_LIMIT
+            size = _MARK if is_wide else entry.num_bytes
+            sizes = struct.pack("<QQ", entry.num_bytes, entry.num_bytes) if is_wide else b""
+            fields = struct.pack("<HHHHIII", 0, 0, 0, _DOS_DATE, crc, size, size)
             name = entry.name.encode()
+            wide = struct.pack("<HH", 1, len(sizes)) + sizes if is_wide else b""
             # 0x4246, "FB", is the id that torch gives its padding field.
-            padding = struct.pack("<HH", 0x4246, entry.extra_bytes - 4) + b"Z" * (entry.extra_bytes - 4)
-            local = b"PK\3\4" + b"\0\0" + fields + struct.pack("<HH", len(name), entry.extra_bytes) + name + padding
+            unused = entry.extra_bytes - len(wide) - 4
+            padding = wide + struct.pack("<HH", 0x4246, unused) + b"Z" * unused
+            version = b"\x2d\0" if is_wide else b"\0\0"
+            local = b"PK\3\4" + version + fields + struct.pack("<HH", len(name), entry.extra_bytes) + name + padding
             result.append((entry.header_offset, local))
             if entry.payload is not None:
                 result.append((entry.data_offset, entry.payload))
             is_far = entry.header_offset >= ZIP32_LIMIT
-            extra = struct.pack("<HHQ", 1, 8, entry.header_offset) if is_far else b""
-            offset = ZIP32_LIMIT if is_far else entry.header_offset
+            far = struct.pack("<Q", entry.header_offset) if is_far else b""
+            extra = struct.pack("<HH", 1, len(sizes + far)) + sizes + far if is_wide or is_far else b""
+            offset = _MARK if is_far else entry.header_offset
             tail = struct.pack("<HHHHHII", len(name), len(extra), 0, 0, 0, 0, offset)
             directory += b"PK\1\2" + struct.pack("<HH", 45, 45) + fields + tail + name + extra
         last = self._entries[-1]
@@ -342,5 +345,5 @@ def _end_records(count: int, size: int, offset: int) -> bytes:
     wide = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, offset)
     locator = b"PK\6\7" + struct.pack("<IQI", 0, offset + size, 1)
     few = min(count, 0xFFFF)
-    narrow = b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, few, few, size, min(offset, ZIP32_LIMIT), 0)
+    narrow = b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, few, few, size, min(offset, _MARK), 0)
     return wide + locator + narrow

@@ -388,7 +388,7 @@ class BinarizeSettings:
     append_eod: bool = setting(False, help="Append the end-of-document token to each document.")
     eod_token: str | None = setting(
         None,
-        help="End-of-document token [default: <|endoftext|>; [SEP] for Bert; the model's for SentencePiece]",
+        help="End-of-document token [default: that of the tokenizer's and the model's configuration]",
         rare=True,
     )
     plain_text: bool = setting(False, help="Read each line of the inputs as the text of a document, not as JSON.")

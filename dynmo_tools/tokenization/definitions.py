@@ -19,6 +19,7 @@ from typing import Any
 from .._common.document import MAX_TABLE_BYTES, parse_any_json, read_text, short_repr
 from .._common.errors import UsageError
 from .._common.sentencepiece_json import SentencePieceModel, read_tokenizer_document
+from .._common.special_tokens import end_of_document
 
 # As in Megatron's BERT tokenizer; the default of the tokenizers library is 100, and longer words are [UNK].
 BERT_MAX_WORD_CHARACTERS = 200
@@ -75,14 +76,14 @@ class Definition:
         text: its text.
         source: its origin, for messages.
         ids: its tokens and their ids.
-        default_eod: default end-of-document token.
+        eod: id of the default end-of-document token; None where there is none.
         added: tokens that are matched in a text before it is split.
     """
 
     text: str
     source: str
     ids: dict[str, int]
-    default_eod: str
+    eod: int | None
     added: tuple[str, ...] = ()
 
     @property
@@ -92,7 +93,7 @@ class Definition:
 
     def token_id(self, token: str | None) -> int | None:
         """The id of a token, or of the default end-of-document token for None."""
-        return self.ids.get(self.default_eod if token is None else token)
+        return self.eod if token is None else self.ids.get(token)
 
     def vocabulary(self) -> Mapping[str, int]:
         """All tokens and their ids."""
@@ -111,7 +112,7 @@ def read_definition(path: Path) -> Definition:
     """
     text = _text(path)
     ids, added = _ids_and_added(text, str(path))
-    return Definition(text=text, source=str(path), ids=ids, default_eod="<|endoftext|>", added=added)
+    return Definition(text=text, source=str(path), ids=ids, eod=end_of_document(path.parent, ids), added=added)
 
 
 def sentencepiece_definition(path: Path, config: Path | None) -> tuple[Definition, SentencePieceModel]:
@@ -126,9 +127,9 @@ def sentencepiece_definition(path: Path, config: Path | None) -> tuple[Definitio
     """
     model, document = read_tokenizer_document(path, config)
     text = json.dumps(document)
-    end = model.special_tokens().get("eos_token", "</s>")
     ids, added = _ids_and_added(text, str(path))
-    return Definition(text=text, source=str(path), ids=ids, default_eod=end, added=added), model
+    eod = end_of_document(path.parent, ids, model.names.get("eos_token"))
+    return Definition(text=text, source=str(path), ids=ids, eod=eod, added=added), model
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
@@ -162,7 +163,7 @@ def gpt2_definition(vocab: Path, merges: Path) -> Definition:
         pair = line.split(" ")
         if len(pair) != 2 or "".join(pair) not in ids:
             raise UsageError(f"{merges}: merge {number}, {short_repr(line)}, is not a token of {vocab}")
-    return _gpt2(ids, lines, str(vocab))
+    return _gpt2(ids, lines, str(vocab), vocab.parent)
 
 
 def built_in_gpt2() -> Definition:
@@ -173,7 +174,7 @@ def built_in_gpt2() -> Definition:
     lines = _merge_lines((resources.files(__package__) / name).read_text(encoding="utf-8"))
     # OpenAI's vocab.json has this order: characters of bytes, one token per merge, the end of text.
     tokens = [*sorted(characters_of_bytes()), *(line.replace(" ", "") for line in lines), "<|endoftext|>"]
-    return _gpt2({token: at for at, token in enumerate(tokens)}, lines, name)
+    return _gpt2({token: at for at, token in enumerate(tokens)}, lines, name, None)
 
 
 def characters_of_bytes() -> list[str]:
@@ -187,7 +188,7 @@ def _merge_lines(text: str) -> list[str]:
     return [line for line in text.split("\n") if line and not line.startswith("#version")]
 
 
-def _gpt2(ids: dict[str, int], merges: list[str], source: str) -> Definition:
+def _gpt2(ids: dict[str, int], merges: list[str], source: str, folder: Path | None) -> Definition:
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     document: dict[str, Any] = {
         "version": "1.0",
@@ -199,7 +200,7 @@ def _gpt2(ids: dict[str, int], merges: list[str], source: str) -> Definition:
         "decoder": level,
         "model": {"type": "BPE", "vocab": ids, "merges": merges},
     }
-    return Definition(text=json.dumps(document), source=source, ids=ids, default_eod="<|endoftext|>")
+    return Definition(text=json.dumps(document), source=source, ids=ids, eod=end_of_document(folder, ids))
 
 
 def bert_definition(vocab: Path, *, lower: bool) -> Definition:
@@ -233,4 +234,4 @@ def bert_definition(vocab: Path, *, lower: bool) -> Definition:
             "vocab": ids,
         },
     }
-    return Definition(text=json.dumps(document), source=str(vocab), ids=ids, default_eod="[SEP]")
+    return Definition(text=json.dumps(document), source=str(vocab), ids=ids, eod=ids.get("[SEP]"))

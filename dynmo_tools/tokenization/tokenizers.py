@@ -25,6 +25,7 @@ import numpy.typing as npt
 from .._common.document import check_regular
 from .._common.errors import MissingExtraError, UsageError
 from .._common.protobuf import protobuf_fields
+from .._common.special_tokens import end_of_document
 from ..config.settings import Engine
 from ..config.tokenizer_paths import TokenizerType
 from .definitions import Definition, bert_definition, gpt2_definition, read_definition, read_vocabulary
@@ -366,6 +367,7 @@ class SentencePieceTokenizer:
             self._model = library.SentencePieceProcessor(model_file=str(model))
         except (RuntimeError, OSError) as error:
             raise UsageError(f"{model}: not a SentencePiece model: {error}") from error
+        self._folder = model.parent
         self.num_ids: int = self._model.vocab_size()
         self.begin_id: int | None = self._model.bos_id() if begin else None
 
@@ -380,12 +382,12 @@ class SentencePieceTokenizer:
         return [piece for piece, kind in piece_kinds(self._model.serialized_model_proto()) if kind in SPECIAL_KINDS]
 
     def token_id(self, token: str | None) -> int | None:
-        """The id of a piece, or of the model's end token for None; None if it does not exist."""
-        # sentencepiece returns the unknown id for a missing piece, and -1 for a missing end token.
-        found: int = self._model.eos_id() if token is None else self._model.piece_to_id(token)
-        if found < 0 or (token is not None and self._model.id_to_piece(found) != token):
-            return None
-        return found
+        """The id of a piece, or of the end token for None; None if it does not exist."""
+        if token is None:
+            return end_of_document(self._folder, self.vocabulary(), self._model.eos_id())
+        # sentencepiece returns the unknown id for a missing piece.
+        found: int = self._model.piece_to_id(token)
+        return found if found >= 0 and self._model.id_to_piece(found) == token else None
 
     def vocabulary(self) -> Mapping[str, int]:
         """All pieces and their ids."""
@@ -468,8 +470,8 @@ class WhitespaceTokenizer:
         return from_lists([[get(word, unknown) for word in text.split()] for text in texts])
 
     def token_id(self, token: str | None) -> int | None:
-        """The id of a word, or of ``<|endoftext|>`` for None."""
-        return self._vocabulary.get("<|endoftext|>" if token is None else token)
+        """The id of a word, or of the end token for None."""
+        return end_of_document(None, self._vocabulary) if token is None else self._vocabulary.get(token)
 
     def vocabulary(self) -> Mapping[str, int]:
         """All words and their ids."""

@@ -20,11 +20,10 @@ from .._common.document import (
 from .._common.errors import MissingExtraError, UsageError
 from .._common.protobuf import protobuf_fields
 from .._common.sentencepiece_json import read_tokenizer_document
+from .._common.special_tokens import DOCUMENT_ENDS, end_of_document
 from ..config.sections.data import default_tokenizer_type
 from ..formats.os_errors import reason
 
-# Names of the end-of-document token, in order of preference.
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "[SEP]")
 UNKNOWN_WORD = "<unk>"
 UNKNOWN_TEXT = "\U0010ffff"
 """A character that no text has."""
@@ -122,7 +121,7 @@ class Tokenizer:
         to_ids: text to token ids, without special tokens.
         to_text: token ids to text, without special tokens.
         vocab_size: highest id + 1, with added tokens.
-        eod: id of the end-of-document token; None where the tokenizer has none of ``END_OF_DOCUMENT``.
+        eod: id of the end-of-document token; None where the tokenizer has none.
         vocabulary: returns the ids of all tokens.
         prefix: ids that a published model reads before a text, such as the beginning-of-sequence token.
     """
@@ -238,13 +237,12 @@ def _hugging_face(named: TokenizerFiles, text: str | None = None) -> Tokenizer:
     # A tokenizer.json states those of its last use: they would cut long texts and pad short ones.
     inner.no_truncation()
     inner.no_padding()
-    highest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-    found = (inner.token_to_id(token) for token in END_OF_DOCUMENT)
+    ids = inner.get_vocab(with_added_tokens=True)
     return Tokenizer(
         to_ids=lambda text: list(inner.encode(text, add_special_tokens=False).ids),
         to_text=lambda ids: str(inner.decode(ids, skip_special_tokens=True)),
-        vocab_size=highest + 1,
-        eod=next((token_id for token_id in found if token_id is not None), None),
+        vocab_size=max(ids.values(), default=-1) + 1,
+        eod=end_of_document(Path(files[0]).parent, ids),
         vocabulary=lambda: dict(inner.get_vocab(with_added_tokens=True)),
         prefix=_prefix_of(inner),
     )
@@ -272,7 +270,7 @@ def _sentence_piece(path: Path) -> Tokenizer:
         # A model may have more rows: tokens that were added to it, and padding.
         to_text=lambda ids: str(model.decode([each for each in ids if each < size])),
         vocab_size=size,
-        eod=end if end >= 0 else None,
+        eod=end_of_document(path.parent, _pieces(model, path), end),
         vocabulary=lambda: _pieces(model, path),
         prefix=_sentence_piece_prefix(model.bos_id(), path.with_name("tokenizer_config.json")),
     )
@@ -326,10 +324,10 @@ def _whitespace(path: Path) -> Tokenizer:
     return Tokenizer(
         to_ids=lambda text: [ids.get(word, ids[UNKNOWN_WORD]) for word in text.split()],
         to_text=lambda numbers: " ".join(
-            words.get(number, UNKNOWN_WORD) for number in numbers if words.get(number) not in END_OF_DOCUMENT
+            words.get(number, UNKNOWN_WORD) for number in numbers if words.get(number) not in DOCUMENT_ENDS
         ),
         vocab_size=max(ids.values()) + 1,
-        eod=next((ids[token] for token in END_OF_DOCUMENT if token in ids), None),
+        eod=end_of_document(None, ids),
         vocabulary=lambda: ids,
     )
 

@@ -136,21 +136,51 @@ def test_commands_checkpoint_of_the_trainer_is_converted(ckpt, tmp_path):
     ckpt("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
 
 
-def test_convert_existing_output_without_overwrite_is_unchanged(ckpt, checkpoint, tmp_path):
+def test_overwrite_replaces_one_checkpoint_and_nothing_else(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("x")
-    assert "--overwrite" in ckpt("merge", run_dir, tmp_path / "out", code=2).stderr
-    assert (tmp_path / "out" / "mine.txt").exists()
-    ckpt("merge", run_dir, tmp_path / "out", "--overwrite")
-    assert not (tmp_path / "out" / "mine.txt").exists()
-    assert not list(tmp_path.glob(".out*"))
+    out = tmp_path / "out"
+    ckpt("merge", run_dir, out)
+    assert "--overwrite" in ckpt("merge", run_dir, out, code=2).stderr
+    (out / "old.safetensors").write_bytes(b"x")
+    ckpt("merge", run_dir, out, "--overwrite")
+    assert not (out / "old.safetensors").exists()
+    # Each is the folder with these files, next to or in place of a checkpoint.
+    others = {
+        "text": ["docs/thesis.txt"],
+        "config": ["config.json", "tokenizer.json"],
+        "code": ["config.json", "model.safetensors", ".git/HEAD"],
+        "notes": ["config.json", "model.safetensors", "notes.md"],
+        "two": ["config.json", "model.safetensors", "tuned/config.json", "tuned/model.safetensors"],
+        "steps": ["checkpoints/step-00000001/manifest.json", "checkpoints/step-00000002/a.safetensors"],
+    }
+    unchanged = []
+    for name, paths in others.items():
+        for path in paths:
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_text("{}")
+        message = ckpt("merge", run_dir, tmp_path / name, "--overwrite", code=2).stderr
+        if "replaces one checkpoint only" in message and all((tmp_path / name / path).exists() for path in paths):
+            unchanged.append(name)
+    assert unchanged == list(others)
+    (tmp_path / "file").write_text("x")
+    ckpt("merge", run_dir, tmp_path / "file", "--overwrite", code=2)
+    (tmp_path / "empty").mkdir()
+    ckpt("merge", run_dir, tmp_path / "empty", "--overwrite")
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_convert_never_replaces_its_input(ckpt, checkpoint):
     run_dir, _, _ = checkpoint
     for target in (run_dir, run_dir / "checkpoints", step_of(run_dir)):
         assert "replace the input" in ckpt("merge", run_dir, target, "--overwrite", code=2).stderr
+    ckpt("convert", run_dir, run_dir.parent / "hf", "--to", "hf", "--no-check-logits")
+    convert = ("convert", run_dir, run_dir.parent / "hf", "--to", "hf", "--overwrite")
+    assert "replace the input" in ckpt(*convert, "--tokenizer", run_dir.parent / "hf", code=2).stderr
+    ckpt("convert", run_dir, run_dir.parent / "core", "--to", "dcp")
+    convert = ("convert", run_dir.parent / "core", run_dir.parent / "hf", "--to", "hf", "--overwrite")
+    assert "replace the input" in ckpt(*convert, "--config", run_dir.parent / "hf", code=2).stderr
+    page = ckpt("diff", run_dir, run_dir, "--html", step_of(run_dir) / "manifest.json", code=2)
+    assert "not a page" in page.stderr
 
 
 def test_convert_with_plan_writes_nothing(ckpt, checkpoint, tmp_path):

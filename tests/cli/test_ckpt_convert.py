@@ -1,6 +1,7 @@
 """dynmo-ckpt between formats, split, reshard and diff, from the outside."""
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -241,3 +242,122 @@ def test_convert_compression_memory_to_native_only(ckpt, tmp_path, monkeypatch):
     exported = [(tmp_path / f"{name}-hf" / "model.safetensors").read_bytes() for name in ("in", "plain")]
     assert exported[0] == exported[1]
     assert "no tensor differs" in ckpt("diff", tmp_path / "in-legacy", tmp_path / "plain-legacy").stdout
+
+
+def with_tokenizer(directory):
+    """A Hugging Face directory with a tokenizer, and ids that its vocabulary does not show."""
+    document = {"model": {"vocab": {"a": 0, "<|endoftext|>": 1, "<|im_end|>": 2}}, "added_tokens": []}
+    (directory / "tokenizer.json").write_text(json.dumps(document))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [2, 1], "bos_token_id": None}))
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 1], "top_p": 0.5}')
+    return directory
+
+
+def test_way_back_from_every_format_keeps_tokenizer_and_configuration(ckpt, native, tmp_path):
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    with_tokenizer(tmp_path / "in")
+    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    for name in ("dcp", "legacy", "deepspeed"):
+        ckpt("convert", tmp_path / "in", tmp_path / name, "--to", name)
+        ckpt("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf")
+        for each in names:
+            found = [json.loads((tmp_path / place / each).read_text()) for place in ("in", f"{name}-hf")]
+            assert found[0] == found[1], (name, each)
+        row = ckpt("info", tmp_path / name).stdout
+        assert name in row
+        assert "written" not in row
+
+
+def test_megatron_core_without_arguments_takes_those_of_the_configuration(ckpt, native, tmp_path):
+    """As Megatron-Bridge writes it; a configuration of another model is reported."""
+    import torch
+
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    ckpt("convert", native[0], tmp_path / "core", "--to", "dcp")
+    recorded = ("convert", tmp_path / "core", tmp_path / "x", "--to", "native", "--config", tmp_path / "other")
+    shutil.copytree(with_tokenizer(tmp_path / "in"), tmp_path / "other")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "n_head": config["n_head"] // 2}))
+    assert "the arguments of the checkpoint decide" in ckpt(*recorded).stderr
+    common = next((tmp_path / "core").glob("iter_*")) / "common.pt"
+    torch.save({"iteration": 8}, common)
+    bare = ("convert", tmp_path / "core", tmp_path / "out", "--to", "hf")
+    assert "--config" in ckpt(*bare, code=2).stderr
+    assert "--tokenizer DIR" in ckpt(*bare, "--config", tmp_path / "in").stderr
+    assert "no tensor differs" in ckpt("diff", tmp_path / "in", tmp_path / "out").stdout
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [2, 1]
+
+
+def test_options_without_effect_are_refused_and_untie_separates_the_head(ckpt, native, tmp_path):
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    convert = ("convert", tmp_path / "in", tmp_path / "out", "--to", "native")
+    for option in (["--config", tmp_path / "in"], ["--vocab-size", "5"], ["--replicas", "first"], ["--sparse"]):
+        assert f"{option[0]}" in ckpt(*convert, *option, code=2).stderr
+    ckpt(*convert, "--untie")
+    stored = load_file(next((tmp_path / "out").glob("model-*.safetensors")))
+    assert np.array_equal(stored["head.weight"], stored["embedding.word.weight"])
+    assert "hf, GPT2LMHeadModel" in ckpt("info", tmp_path / "in").stdout
+
+
+def test_names_of_wrappers_several_types_and_aliases_are_converted(ckpt, native, tmp_path):
+    """The logits are compared by the reference model: transformers reads other names."""
+    from safetensors.numpy import save_file
+
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    for wrapped in ("module.", "_orig_mod.", "module._orig_mod."):
+        save_file({f"{wrapped}{name}": value for name, value in stored.items()}, tmp_path / "in" / "model.safetensors")
+        assert "logits of input" in ckpt("convert", tmp_path / "in", tmp_path / wrapped, "--to", "native").stderr
+        assert "no tensor differs" in ckpt("diff", tmp_path / wrapped, native[0]).stdout
+    mixed = {name: value.astype(np.float16) if "mlp" in name else value for name, value in stored.items()}
+    save_file(mixed, tmp_path / "in" / "model.safetensors")
+    assert "types: F32, F16" in ckpt("convert", tmp_path / "in", tmp_path / "mixed", "--to", "hf").stderr
+    found = load_file(tmp_path / "mixed" / "model.safetensors")
+    assert {name: value.dtype for name, value in found.items()} == {name: value.dtype for name, value in mixed.items()}
+
+
+def deepspeed_of_transformers(directory, folder, stored, stage, ranks=2):
+    """The files of DeepSpeed for a model of transformers: the module, or shards of its float32 masters (ZeRO 3)."""
+    import torch
+
+    tensors = {name: torch.from_numpy(value) for name, value in stored.items()}
+    shapes = [{name: value.shape for name, value in tensors.items()}]
+    (directory / folder).mkdir(parents=True)
+    (directory / "latest").write_text(folder)
+    model = {"module": tensors, "param_shapes": shapes, "global_steps": 4, "ds_version": "0.18.0"}
+    if stage == 3:
+        model["module"] = {name: torch.zeros(0) for name in tensors}
+        for rank in range(ranks):
+            parts = []
+            for value in tensors.values():
+                size = -(-value.numel() // ranks)
+                flat = torch.nn.functional.pad(value.flatten(), (0, size * ranks - value.numel()))
+                parts.append(flat[rank * size : (rank + 1) * size])
+            flat = torch.cat(parts)
+            adam = {"state": {0: {"step": 4, "exp_avg": flat, "exp_avg_sq": flat}}, "param_groups": []}
+            state = {"zero_stage": 3, "partition_count": ranks, "fp32_flat_groups": [flat]}
+            shard = {"optimizer_state_dict": {**state, "optimizer_state_dict": adam}}
+            torch.save(shard, directory / folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    name = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
+    torch.save(model, directory / folder / f"{name}_model_states.pt")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_of_the_trainer_and_of_accelerate_is_converted(ckpt, native, tmp_path, stage):
+    """The first one has the configuration next to it, the second one needs ``--config``."""
+    ckpt("convert", native[0], tmp_path / "in", "--to", "hf")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    deepspeed_of_transformers(tmp_path / "trainer", "global_step4", stored, stage)
+    deepspeed_of_transformers(tmp_path / "accelerate", "pytorch_model", stored, stage)
+    shutil.copy(tmp_path / "in" / "config.json", tmp_path / "trainer")
+    with_tokenizer(tmp_path / "trainer")
+    ckpt("convert", tmp_path / "trainer", tmp_path / "one", "--to", "hf")
+    assert "no tensor differs" in ckpt("diff", tmp_path / "one", tmp_path / "in").stdout
+    assert (tmp_path / "one" / "tokenizer.json").exists()
+    convert = ("convert", tmp_path / "accelerate", tmp_path / "two", "--to", "native")
+    assert "give its directory with --config" in ckpt(*convert, code=2).stderr
+    ckpt(*convert, "--config", tmp_path / "in")
+    assert "no tensor differs" in ckpt("diff", tmp_path / "two", tmp_path / "in").stdout
+    assert "--no-optimizer" in ckpt(*convert, "--config", tmp_path / "in", "--with-optimizer", code=5).stderr

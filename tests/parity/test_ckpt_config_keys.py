@@ -226,6 +226,11 @@ def test_hf_model_absent_keys_have_defaults_of_transformers():
     model = hf_model({"model_type": "llama", "rope_parameters": LLAMA3, **SIZES}, 8)
     assert model["rotary_scaling"]["original_max_position_embeddings"] == 64
     assert hf_model({"model_type": "mixtral"}, 8)["num_key_value_heads"] == 8
+    # Alike for every decoder: transformers takes the number of heads, or a number of its own.
+    heads = {"num_attention_heads": 4, "hidden_size": 64}
+    for kind in ("llama", "mistral", "qwen2", "gemma", "olmo2", "phi3"):
+        stated = importlib.import_module("transformers").CONFIG_MAPPING[kind](**heads).num_key_value_heads
+        assert hf_model({"model_type": kind, **heads}, 8)["num_key_value_heads"] == stated, kind
 
 
 def test_open_hf_blenderbot_with_untied_tables_is_refused(tmp_path):

@@ -463,7 +463,7 @@ TARGETS = [
         f"{P}.huggingface.files:read_generation_config", _hugging_face, file="generation_config.json", label="json"
     ),
     folder_target(
-        f"{P}.huggingface.files:tokenizer_files",
+        f"{P}.huggingface.tokenizer:copied_tokenizer",
         _hugging_face,
         file="tokenizer.json",
         label="tokenizer",
@@ -474,10 +474,10 @@ TARGETS = [
         _byte_level,
         file="tokenizer.json",
         label="tokenizer",
-        call=lambda read, place: read(place, 64, None),
+        call=lambda read, place: read(place, 64, []),
     ),
     folder_target(
-        f"{P}.huggingface.files:tokenizer_files",
+        f"{P}.huggingface.tokenizer:copied_tokenizer",
         _vocabulary,
         file="vocab.json",
         label="vocabulary",

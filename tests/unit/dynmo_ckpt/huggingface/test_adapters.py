@@ -365,3 +365,18 @@ def test_merged_matrix_is_that_of_the_formula(tmp_path, config, scale, dora):
     if dora:
         merged_by_peft = magnitude[:, None] * merged_by_peft / merged_by_peft.norm(dim=1, keepdim=True)
     np.testing.assert_allclose(merged(base, adapter)[name], merged_by_peft.float().numpy(), rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_an_adapter_adds_become_rows_of_the_model(tmp_path, tied):
+    """peft saves all rows of an extended vocabulary, of the embedding and of the head."""
+    base = small_llama(tmp_path / "base", tie_word_embeddings=tied)
+    stored = safetensors.load_file(base / "model.safetensors")
+    word = torch.cat([stored["model.embed_tokens.weight"], torch.ones(3, stored["model.embed_tokens.weight"].shape[1])])
+    tensors = {f"base_model.model.{name}": word.clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    adapter = save_adapter(tmp_path, tensors)
+    checkpoint, _ = open_checkpoint(base, options=ReadOptions(adapters=(adapter,), make_vocab_size_divisible_by=8))
+    assert checkpoint.manifest["model"]["vocab_size"] == len(word)
+    assert checkpoint.manifest["source"]["config"]["vocab_size"] == len(word)
+    assert ("head.weight" in checkpoint.manifest["ties"]) == tied
+    assert np.array_equal(numbers(checkpoint.tensors["embedding.word.weight"]), word.numpy())

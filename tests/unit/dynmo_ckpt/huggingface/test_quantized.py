@@ -306,3 +306,64 @@ def test_open_checkpoint_reads_the_dequantized_values(tmp_path):
     gate = load_array(checkpoint, "layers.0.mlp.gate.weight")
     assert np.array_equal(gate, expected["model.layers.0.mlp.gate_proj.weight"].numpy())
     assert read_hf(tmp_path / "in", ReadOptions())[0].manifest["source"]["config"].get("quantization_config") is None
+
+
+def of_group(**weights):
+    """The configuration of compressed-tensors with one group of modules."""
+    kind = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "block_structure": [32, 16]}
+    group = {"targets": ["Linear"], "weights": {**kind, **weights}, "input_activations": None}
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    return {**settings, "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed"}
+
+
+# Format, and the shape of the scales of a weight [96, 64]: of the tensor, of rows, of groups, of blocks.
+COMPRESSED = [
+    *(("float-quantized", shape) for shape in ((1,), (), (96, 1), (96,), (96, 4), (3, 4))),
+    *(("int-quantized", shape) for shape in ((1,), (96, 1))),
+    *(("pack-quantized", shape) for shape in ((96, 1), (96, 2), (96, 8))),
+]
+
+
+@table(("layout", "shape"), COMPRESSED)
+@table("bits", [4, 8])
+def test_compressed_weights_are_codes_times_their_scales(tmp_path, layout, shape, bits):
+    torch.manual_seed(0)
+    scale = torch.rand(shape, dtype=torch.float32) + 0.01
+    tensors = {"a.weight_scale": scale, "a.input_scale": torch.tensor(2.0)}
+    if layout == "float-quantized":
+        codes = torch.randn(96, 64).to(torch.float8_e4m3fn)
+        tensors["a.weight"] = codes
+    else:
+        half = 1 << (bits - 1)
+        codes = torch.randint(-half, half, (96, 64), dtype=torch.int8)
+        tensors["a.weight"] = codes
+    if layout == "pack-quantized":
+        # As compressed-tensors packs: the integers from 0 on, the first one in the lowest bits.
+        parts = (codes.to(torch.int64) + half).reshape(96, -1, 32 // bits) << (torch.arange(32 // bits) * bits)
+        words = parts.sum(-1)
+        tensors["a.weight_packed"] = (words - ((words >> 31) << 32)).to(torch.int32)
+        tensors["a.weight_shape"] = torch.tensor([96, 64])
+        del tensors["a.weight"]
+    expected = codes.float()
+    grid = scale.reshape(scale.shape if scale.dim() == 2 else (-1, 1))
+    high, wide = 96 // grid.shape[0], 64 // grid.shape[1]
+    expected = expected * grid.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+    found = plain(write(tmp_path / "in", tensors, {**of_group(), "format": layout}, dtype="float32"))
+    assert list(found) == ["a.weight"]
+    assert np.array_equal(found["a.weight"], expected.numpy())
+
+
+@table(
+    ("changes", "message"),
+    [
+        ({"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        (of_group(symmetric=False), "zero points"),
+        (of_group(actorder="group"), "another order"),
+        ({"transform_config": {"x": 1}}, "transform_config"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    ],
+)
+def test_other_compressed_layouts_are_refused(tmp_path, changes, message):
+    tensors = {"a.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(4, 1)}
+    with pytest.raises(UnsupportedError, match=message):
+        plain(write(tmp_path / "in", tensors, {**of_group(), **changes}, dtype="float32"))

@@ -269,13 +269,13 @@ def test_quantized_sparse_values_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"config_groups": {"group_0": {}}}, UnsupportedError, "config_groups"),
+        ({"config_groups": {"group_0": {}}}, UnsupportedError, "format None"),
         ({"format": "marlin-24"}, UnsupportedError, "format"),
-        ({"sparsity_config": None}, UnsupportedError, "not quantized"),
+        ({"sparsity_config": None}, UnsupportedError, "without config_groups"),
         ({"sparsity_config": []}, CorruptError, "must be an object"),
         ({"sparsity_config": {"format": "csr"}}, UnsupportedError, "sparse-24-bitmask"),
         ({"sparsity_config": {"format": "dense", "order": 1}}, UnsupportedError, "no rule for order"),
-        ({"kv_cache_scheme": {}}, UnsupportedError, "no rule for kv_cache_scheme"),
+        ({"packing": {}}, UnsupportedError, "no rule for packing"),
     ],
 )
 def test_other_configurations_are_refused(config, error, message):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
 
+from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.io import directory
-from dynmo_ckpt.io.directory import new_directory
+from dynmo_ckpt.io.directory import check_target, new_directory
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +83,52 @@ def test_replaced_target_survives_a_kill_until_the_new_one_is_complete(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_staging_directory_of_a_live_process_stays(tmp_path):
-    with new_directory(tmp_path / "out") as first:
-        with new_directory(tmp_path / "out") as second:
-            (second / "file").write_text("second")
-        assert first.is_dir()
-        (first / "file").write_text("first")
-    assert (tmp_path / "out" / "file").read_text() == "first"
+@pytest.fixture(params=["renameat2", "rename"])
+def without_flags(request, monkeypatch):
+    """Both ways of the rename: with and without the flags of the system call."""
+    if request.param == "rename":
+        monkeypatch.setattr(directory, "_rename", lambda *_: False)
+
+
+@pytest.mark.usefixtures("without_flags")
+def test_target_that_appears_meanwhile_stays(tmp_path):
+    def write_twice():
+        with new_directory(tmp_path / "out") as first:
+            with new_directory(tmp_path / "out") as second:
+                (second / "file").write_text("second")
+            assert first.is_dir()
+            (first / "file").write_text("first")
+
+    with pytest.raises(UsageError, match="by another program meanwhile"):
+        write_twice()
+    assert (tmp_path / "out" / "file").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.usefixtures("without_flags")
+@pytest.mark.parametrize("refusals", [{1}, {2}, set()])
+def test_target_is_checked_before_and_after_it_is_moved(tmp_path, refusals):
+    """A folder that changes between the first check and the rename is moved back."""
+    calls = []
+
+    def check(path):
+        calls.append(path)
+        assert (path / "thesis.txt").read_text() == "old"
+        if len(calls) in refusals:
+            raise UsageError("not a checkpoint")
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("old")
+    with pytest.raises(UsageError) if refusals else nullcontext(), new_directory(tmp_path / "out", check) as staging:
+        (staging / "file").write_text("new")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt" if refusals else "file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_target_that_an_input_links_to_is_refused(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "blob").write_text("weights")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model.safetensors").symlink_to(tmp_path / "cache" / "blob")
+    with pytest.raises(UsageError, match="would replace the input"):
+        check_target(tmp_path / "cache", [tmp_path / "in"], check=lambda _: None, need_bytes=0)

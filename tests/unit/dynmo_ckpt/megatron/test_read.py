@@ -5,12 +5,14 @@ import types
 
 import numpy as np
 import pytest
+import torch
 
 from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.io.reading import Reader, open_sources
 from dynmo_ckpt.megatron.read import open_legacy
+from dynmo_ckpt.megatron.rng_state import cuda_state
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
 from dynmo_ckpt.tensors.tiled_copy import panels
 from tests.tables import table
@@ -160,13 +162,81 @@ def test_open_legacy_unsupported_variant_is_refused(tmp_path, field):
         read(tmp_path)
 
 
-def test_open_legacy_missing_ranks_are_listed(tmp_path):
-    import shutil
+def exchanged(first, second):
+    """Exchange the names of two directories."""
+    first.rename(first.with_name("other"))
+    second.rename(first)
+    first.with_name("other").rename(second)
 
-    m = native_checkpoints.model()
-    iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, tp=2, stages=[2, 1])
-    shutil.rmtree(iteration / "mp_rank_01_001")
-    with pytest.raises(CorruptError, match=r"1 of 4 ranks are missing: mp_rank_01_001"):
+
+def with_ranks(tp, workers):
+    """The ``rename`` of ``legacy_gpt.save`` that records the rank of each file, in its order of files."""
+    ranks = iter([stage * tp + rank for rank in range(tp) for stage in range(workers)])
+
+    def rename(document):
+        document["args"].rank, document["args"].world_size = next(ranks), tp * workers
+        return document
+
+    return rename
+
+
+def with_seeds(tp, workers):
+    """The same with the states of the generators of CUDA after seeding."""
+    places = iter([(rank, stage) for rank in range(tp) for stage in range(workers)])
+
+    def rename(document):
+        rank, stage = next(places)
+        seeds = (1234 + 100 * stage, 1234 + 100 * stage + 2718 + rank)
+        states = [torch.tensor(list(cuda_state(seed)), dtype=torch.uint8) for seed in seeds]
+        document["args"].seed = 1234
+        document["rng_state"] = [{"cuda_rng_state": states[0], "rng_tracker_states": {"model-parallel-rng": states[1]}}]
+        return document
+
+    return rename
+
+
+# Ranks, the two directories that are exchanged, and what shows it.
+EXCHANGED = [
+    (1, 2, ("00_000", "00_001"), None, "stages were exchanged"),
+    (1, 4, ("00_001", "00_003"), None, "stages were exchanged"),
+    (1, 4, ("00_001", "00_002"), with_ranks, r"pipeline rank 2 \(args.rank\)"),
+    (2, 1, ("00", "01"), with_ranks, r"tensor-parallel rank 1, pipeline rank 0 \(args.rank\)"),
+    (1, 4, ("00_001", "00_002"), with_seeds, r"pipeline rank 2 \(seeds"),
+    (2, 1, ("00", "01"), with_seeds, r"tensor-parallel rank 1, pipeline rank 0 \(seeds"),
+]
+
+
+@table(("tp", "workers", "names", "facts", "message"), EXCHANGED)
+def test_open_legacy_exchanged_ranks_are_refused(tmp_path, tp, workers, names, facts, message):
+    m = native_checkpoints.model(num_layers=4)
+    options = {"tp": tp, "stages": [4 // workers] * workers, "rename": facts and facts(tp, workers)}
+    iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, **options)
+    assert read(tmp_path).step == 300
+    exchanged(*(iteration / f"mp_rank_{name}" for name in names))
+    with pytest.raises(CorruptError, match=message):
+        read(tmp_path)
+
+
+def test_open_legacy_last_ranks_missing_or_another_iteration_is_refused(tmp_path):
+    m = native_checkpoints.model(num_layers=4)
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    padded = {"padded_vocab_size": m["padded_vocab_size"]}
+    iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, tp=2, stages=[2, 2], **sizes, **padded)
+    for rank in range(2):
+        (iteration / f"mp_rank_{rank:02d}_001").rename(tmp_path / f"{rank}")
+    with pytest.raises(CorruptError, match="of 2 pipeline ranks the last ones are missing"):
+        read(tmp_path)
+    (tmp_path / "0").rename(iteration / "mp_rank_00_001")
+    (iteration / "mp_rank_01_000").rename(tmp_path / "2")
+    with pytest.raises(CorruptError, match=r"has 1 of 2 tensor-parallel ranks.*mp_rank_01 missing"):
+        read(tmp_path)
+    (tmp_path / "1").rename(iteration / "mp_rank_01_001")
+    with pytest.raises(CorruptError, match=r"1 of 4 ranks are missing: mp_rank_01_000"):
+        read(tmp_path)
+    (tmp_path / "2").rename(iteration / "mp_rank_01_000")
+    iteration.rename(tmp_path / "iter_0000200")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("200")
+    with pytest.raises(CorruptError, match="its files are of iteration 300"):
         read(tmp_path)
 
 
