@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +19,9 @@ from ..config import (
     resolve_checked,
     with_deepspeed,
 )
-from ..config.command import INSTALLED_KEY, MegatronCommand, with_options
-from ..config.extensions import installed_families
+from ..config.command import INSTALLED_KEY, WORDS_KEY, MegatronCommand, with_options
+from ..config.compat.project_defaults import torchtitan_defaults
+from ..config.extensions import base_family, installed_families
 from ..config.panels import CONFIGURATION
 from .common import ConfigFile, ignore_signals_until_training, is_rank0, need_torch, world_size
 
@@ -70,8 +72,18 @@ RecipeName = Annotated[
 ]
 
 
-def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[str, Any]) -> None:
-    """Resolve and check the configuration, then train or report the dry run."""
+def _pretrain(
+    family: str, config: Path | None, recipe: str | None, flags: dict[str, Any], words: Sequence[str]
+) -> None:
+    """Resolve and check the configuration, then train or report the dry run.
+
+    Args:
+        family: model family.
+        config: file of options.
+        recipe: name of a recipe.
+        flags: option name to value from the command line; None means not given.
+        words: the command line.
+    """
     need_torch()
     from ..config.presets import read_recipe
     from ..data.tokenizer import read_vocab_size
@@ -83,6 +95,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
         checkpoint = _checkpoint_options(family, flags, values)
         dry = bool(flags.get("dry_run") or values.get("dry_run"))
         processes = dry_run_processes(flags, values) if dry else world_size()
+        values = _with_torchtitan_defaults(words, flags, values, family, processes)
         defaults = dry_run_values(family, flags, {**checkpoint, **values}) if dry else {}
         flags, values = with_deepspeed(flags, values)
         resolved = resolve_checked(
@@ -105,6 +118,18 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
     from ..trainer.run import run_pretrain
 
     raise typer.Exit(run_pretrain(resolved))
+
+
+def _with_torchtitan_defaults(
+    words: Sequence[str], flags: dict[str, Any], values: dict[str, Any], family: str, processes: int
+) -> dict[str, Any]:
+    """The options of files with the defaults of torchtitan, if the command line has its flags; rank 0 reports them."""
+    given = {**values, **{name: value for name, value in flags.items() if value is not None}}
+    found = torchtitan_defaults(words, given, base_family(family), processes)
+    if found and is_rank0():
+        shown = (f"{name} {str(value).lower()}" for name, value in found.items())
+        print_message(f"defaults of torchtitan: {', '.join(shown)}")
+    return {**found, **values}
 
 
 def _checkpoint_options(family: str, flags: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +158,7 @@ def _add_family(group: typer.Typer, family: str, text: str) -> None:
 
     @with_options
     def train(context: typer.Context, config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
-        _pretrain(family, config, recipe, flags | context.meta[INSTALLED_KEY])
+        _pretrain(family, config, recipe, flags | context.meta[INSTALLED_KEY], context.meta[WORDS_KEY])
 
     group.command(family, cls=MegatronCommand, help=text)(train)
 

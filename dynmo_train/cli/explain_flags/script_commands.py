@@ -11,6 +11,7 @@ from typing import Any
 from ...config.compat.flag import CompatFlag
 from ...config.compat.flags import FLAGS
 from ...config.compat.megatron_model import COMBINED_FLAGS
+from ...config.compat.project_defaults import project_defaults, torchtitan_defaults
 from ...config.compat.translate import (
     MULTI_WORD_FLAGS,
     TranslatedCommand,
@@ -223,7 +224,7 @@ def read_torchtitan(document: Mapping[str, Any]) -> ScriptCommand:
 
 @dataclass(frozen=True)
 class FlagMeaning:
-    """The meaning of a flag of a script. ``kind``: same, becomes, ignored, refused or unknown."""
+    """The meaning of a flag of a script. ``kind``: same, becomes, ignored, refused, unknown, or default: not given."""
 
     flag: str
     values: tuple[str, ...]
@@ -272,6 +273,37 @@ def _combined_meaning(flag: str, values: tuple[str, ...], whole: TranslatedComma
     return FlagMeaning(flag, values, "becomes", "; ".join([" ".join(known.arguments), *filter(None, [known.reason])]))
 
 
+def _option_values(words: Sequence[str]) -> dict[str, str]:
+    """Option name to the text of its value, of the words of a translated command."""
+    return {
+        word.partition("=")[0][2:].replace("-", "_"): word.partition("=")[2] or "".join(words[at + 1 : at + 2])
+        for at, word in enumerate(words)
+        if word.startswith("--")
+    }
+
+
+def _defaults(command: ScriptCommand, family: str, translated: Sequence[str]) -> list[FlagMeaning]:
+    """The defaults of the project of a program that trains, where ours differ and the command has no value.
+
+    Args:
+        command: command of a script.
+        family: its model family.
+        translated: its arguments as ours.
+    """
+    if not command.equivalent.startswith("dynmo-train pretrain") or command.program == BRIDGE_PROGRAM:
+        return []
+    if command.program != TORCHTITAN_PROGRAM:
+        program = command.program.rpartition("/")[2]
+        found = project_defaults(program, family, command.arguments)
+        return [FlagMeaning(one.words[0], one.words[1:], "default", one.reason or one.project) for one in found]
+    # The world size is not known; several processes shard by default.
+    values = torchtitan_defaults(command.arguments, _option_values(translated), family, processes=2)
+    return [
+        FlagMeaning(f"--{name.replace('_', '-')}", () if value is True else (str(value),), "default", "torchtitan")
+        for name, value in values.items()
+    ]
+
+
 def explain(
     command: ScriptCommand,
     declared: Mapping[str, int],
@@ -308,4 +340,4 @@ def explain(
             meanings.append(FlagMeaning(flag, values, "ignored", translation.notes[0].partition(": ")[2]))
         else:
             meanings.append(FlagMeaning(flag, values, "becomes", " ".join(translation.arguments)))
-    return meanings
+    return meanings + _defaults(command, family, whole.arguments)

@@ -383,10 +383,31 @@ def test_with_deepspeed_conflicts_with_flags_are_all_reported(tmp_path, capsys):
 
 def test_with_deepspeed_zero_stage_overrides_flag_of_0(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    given = {"deepspeed_config": str(tmp_path / "ds.json"), "zero_stage": 0}
+    given = {"deepspeed_config": str(tmp_path / "ds.json"), "zero_stage": 0, "clip_grad": 1.0}
     assert with_deepspeed(given, {}) == ({**given, "zero_stage": None}, {"zero_stage": 2})
     with pytest.raises(DocumentError, match="--zero-stage"):
         with_deepspeed({**given, "zero_stage": 1}, {})
+
+
+@table(
+    ("document", "given", "defaults"),
+    [
+        ({}, {}, {"clip_grad": 0.0}),
+        ({"gradient_clipping": "auto"}, {}, {}),
+        ({}, {"clip_grad": 0.5}, {}),
+        ({"fp16": {"enabled": True}}, {}, {"clip_grad": 0.0, "initial_loss_scale": 65536.0}),
+        ({"fp16": {"enabled": True, "loss_scale": 8}, "gradient_clipping": 1.0}, {}, {}),
+    ],
+)
+def test_file_of_deepspeed_has_its_defaults_and_each_is_said(document, given, defaults, tmp_path, capsys):
+    (tmp_path / "ds.json").write_text(json.dumps(document))
+    _, values = with_deepspeed({"deepspeed_config": str(tmp_path / "ds.json"), **given}, {})
+    assert {name: values[name] for name in values.keys() & {"clip_grad", "initial_loss_scale"}} == defaults | (
+        {"clip_grad": 1.0} if document.get("gradient_clipping") == 1.0 else {}
+    )
+    said = capsys.readouterr().err
+    assert all(f"--{name.replace('_', '-')} {value:g}" in said for name, value in defaults.items())
+    assert ("defaults of DeepSpeed" in said) == bool(defaults)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", ""])
