@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from ..config import (
     DefaultContext,
     dry_run_processes,
     dry_run_values,
+    option_specs,
     read_config_file,
     resolve_checked,
     with_deepspeed,
@@ -127,7 +128,8 @@ def _with_torchtitan_defaults(
     given = {**values, **{name: value for name, value in flags.items() if value is not None}}
     found = torchtitan_defaults(words, given, base_family(family), processes)
     if found and is_rank0():
-        shown = (f"{name} {str(value).lower()}" for name, value in found.items())
+        specs = option_specs()
+        shown = (specs[name].words_for(value) for name, value in found.items())
         print_message(f"defaults of torchtitan: {', '.join(shown)}")
     return {**found, **values}
 
@@ -142,9 +144,21 @@ def _checkpoint_options(family: str, flags: dict[str, Any], values: dict[str, An
     if not given.get("load"):
         raise UsageError("--use-checkpoint-args: needs --load, the checkpoint of the options")
     found = checkpoint_options(Path(given["load"]), family, given)
-    if not found and is_rank0():
+    if is_rank0():
+        _report_checkpoint_options(given, found.values, found.of_training)
+    return dict(found.values)
+
+
+def _report_checkpoint_options(given: Mapping[str, Any], found: Mapping[str, Any], of_training: Sequence[str]) -> None:
+    """Print what --use-checkpoint-args takes from the checkpoint, and what it leaves."""
+    if not found:
         print_message(f"warning: --use-checkpoint-args: no checkpoint in {given['load']}; the given options are used")
-    return found
+        return
+    specs = option_specs()
+    taken = (specs[name].words_for(value) for name, value in found.items() if name not in given)
+    print_message(f"--use-checkpoint-args takes from {given['load']}: {', '.join(taken) or 'nothing'}")
+    if of_training:
+        print_message(f"--use-checkpoint-args does not take what belongs to the training: {', '.join(of_training)}")
 
 
 @pretrain.callback()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -152,6 +153,12 @@ class OptionSpec:
         if self.kind is not bool or self.name.startswith("no_"):
             return None
         return f"--no-{self.flag.removeprefix('--')}"
+
+    def words_for(self, value: Any) -> str:
+        """The words of a command line that give the option a value, for messages; a fact where no words do."""
+        if self.kind is bool and (name := self.flag if value else self.negative):
+            return name
+        return f"{self.flag} {shlex.quote(str(value))}" if value is not None else f"no {self.flag}"
 
     @property
     def is_flag(self) -> bool:

@@ -231,7 +231,7 @@ def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[d
         print_message(f"{path}: ignored {', '.join(found.ignored)}")
     defaults = {name: value for name, value in found.defaults.items() if name not in given}
     if defaults and os.environ.get("RANK", "0") == "0":
-        shown = ", ".join(f"{specs[name].flag} {value:g}" for name, value in defaults.items())
+        shown = ", ".join(specs[name].words_for(f"{value:g}") for name, value in defaults.items())
         print_message(f"{path}: defaults of DeepSpeed: {shown}")
     return dict(flags), defaults | dict(file) | values
 

@@ -7,19 +7,17 @@ from typing import Any
 
 # Keys that record how the run was set up and may differ: the padding of the vocabulary.
 RECORDS = frozenset({"padded_vocab_size"})
-# Keys that affect the training of experts and not their output: another run may change them.
-TRAINING_KEYS = frozenset(
-    {
-        "moe_aux_loss_coeff",
-        "moe_seq_aux_loss_coeff",
-        "moe_global_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_capacity_factor",
-        "moe_eval_capacity_factor",
-        "moe_min_capacity",
-        "moe_token_drop_policy",
-    }
-)
+# Keys that affect the training of experts and not their output, and their options: another run may change them.
+TRAINING_KEYS: Mapping[str, str] = {
+    "moe_aux_loss_coeff": "--moe-aux-loss-coeff",
+    "moe_seq_aux_loss_coeff": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff",
+    "moe_global_aux_loss_coeff": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff",
+    "moe_z_loss_coeff": "--moe-z-loss-coeff",
+    "moe_capacity_factor": "--moe-expert-capacity-factor",
+    "moe_eval_capacity_factor": "--moe-eval-capacity-factor",
+    "moe_min_capacity": "--moe-min-capacity",
+    "moe_token_drop_policy": "--moe-token-drop-policy",
+}
 # Keys that earlier versions did not write, and the values that those used.
 FORMER_VALUES = {
     "moe_eval_capacity_factor": None,

@@ -13,7 +13,8 @@ from dynmo_train.models.families.llama import Llama, LlamaShape
 from dynmo_train.models.families.t5 import T5
 from dynmo_train.models.registry import CAUSAL, family_of, named_as
 from dynmo_train.trainer.checkpoint.engine_checkpoint import check_same_model
-from dynmo_train.trainer.checkpoint.model_options import checkpoint_options, model_options
+from dynmo_train.trainer.checkpoint.model_keys import TRAINING_KEYS
+from dynmo_train.trainer.checkpoint.model_options import checkpoint_options, model_options, training_options
 from tests.distributed.families import COMMON, SAMPLES
 from tests.tables import table
 from tests.unit.dynmo_train.trainer.checkpoint.test_engine_checkpoint import checkpoint_of
@@ -44,11 +45,16 @@ def resolved(model, family, **flags):
     return resolve(flags={**options, **flags}, checkpoint=model_options(model), command={"family": family})
 
 
+def without_training(model):
+    """The description of a model, as JSON, without what belongs to its training."""
+    return {name: value for name, value in json.loads(json.dumps(model)).items() if name not in TRAINING_KEYS}
+
+
 @table("name", FAMILIES)
 def test_options_of_a_model_give_the_same_model(name):
     stored = FAMILIES[name].manifest()
     config = resolved(stored, stored["family"])
-    assert json.loads(json.dumps(family_of(config).manifest())) == json.loads(json.dumps(stored))
+    assert without_training(family_of(config).manifest()) == without_training(stored)
     assert config.sources["hidden_size"] == "checkpoint"
 
 
@@ -59,8 +65,8 @@ def test_decoder_has_the_same_model_under_either_name(name):
     family = family_of(resolved(stored, other))
     assert family.name == other
     assert family.manifest() != stored
-    check_same_model(checkpoint_of(stored), family)
-    assert named_as(family.manifest(), stored["family"]) == stored
+    check_same_model(checkpoint_of(stored), family, resumes=False)
+    assert without_training(named_as(family.manifest(), stored["family"])) == without_training(stored)
 
 
 def test_given_option_that_differs_is_refused_when_weights_are_loaded():
@@ -86,5 +92,26 @@ def test_incomplete_description_of_a_model_is_one_error():
 
 
 def test_path_without_a_checkpoint_has_no_options(tmp_path):
-    assert checkpoint_options(tmp_path, "gpt", ()) == {}
-    assert checkpoint_options(tmp_path / "missing", "gpt", ()) == {}
+    assert checkpoint_options(tmp_path, "gpt", ()).values == {}
+    assert checkpoint_options(tmp_path / "missing", "gpt", ()).values == {}
+
+
+def test_what_belongs_to_the_training_is_not_taken_and_named():
+    of_training = {
+        "moe_aux_loss_coeff": 0.02,
+        "moe_z_loss_coeff": 0.001,
+        "moe_capacity_factor": 1.25,
+        "moe_token_drop_policy": "position",
+    }
+    stored = {**FAMILIES["mixtral"].manifest(), **of_training}
+    config = resolved(stored, "llama")
+    shape = family_of(config).shape.moe
+    assert shape.coefficients == {}
+    assert (shape.z_loss_coeff, shape.capacity_factor, shape.drop_policy) == (0.0, None, "probs")
+    assert not {name for name, source in config.sources.items() if source == "checkpoint"} & {
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+    }
+    assert set(training_options(stored)) >= {
+        *("--moe-aux-loss-coeff 0.02", "--moe-z-loss-coeff 0.001", "--moe-expert-capacity-factor 1.25"),
+        "--moe-token-drop-policy position",
+    }
