@@ -101,7 +101,7 @@ class Trainer:
         self._initial_plan_id = start.active_plan_id
         self._survivor = survivor
         manifest = start.manifest or {}
-        self._base = start.base
+        self._base, self._options = start.base, start.options
         self._source, self._start_position = manifest.get("source"), manifest.get("x_data_position", {})
         self.planner: PlannerProcess | None = None
         self.controller = self._plan_controller()
@@ -544,6 +544,7 @@ class Trainer:
             moments=not run.no_save_optim,
             loss_spikes=self._spikes.state(self._batches.skipped),
             base=self._base,
+            options=self._options,
         )
 
     def _data_position(self) -> dict[str, Any]:

@@ -37,6 +37,11 @@ def test_new_run_starts_from_a_step_of_another(whole):
     train(data, folder / "child", 1, load=str(parent))
     assert figures(folder / "child") == {step: value for step, value in expected.items() if step > 9}
     assert tensors(folder / "child", 24) == weights
+    line = arguments(data, folder / "other", load=str(parent), seed="7")
+    [(code, printed)] = run_workers(run_command, 1, line, joins=False)
+    assert code == 2
+    assert "--seed is 1234 there, 7 here" in printed
+    assert "--allow-changed-options" in printed
 
 
 @pytest.mark.complete

@@ -87,6 +87,9 @@ class RunConfig:
     )
     finetune: bool = option("Load only the weights from --load and start at step 0.", default=False, common=True)
     no_load_optim: bool = option("Do not load the optimizer state from --load.", default=False)
+    allow_changed_options: bool = option(
+        "Resume with other data, seed or techniques than the checkpoint's.", default=False
+    )
     no_load_rng: bool = option(
         "Accepted for compatibility and ignored; checkpoints have no generator state.", default=False
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from ...models.families.ict import IctShape
 from ...models.families.t5 import T5Shape
 from ...models.registry import CAUSAL
 from .load_checkpoint import foreign_kind, has_native_checkpoint
-from .model_keys import TRAINING_KEYS
+from .model_keys import TRAINING_KEYS, WITHOUT_WEIGHTS
 
 TOKENIZER_OPTIONS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 # What belongs to the training, not to the model: a checkpoint of the Hub has its author's.
@@ -56,7 +56,7 @@ class CheckpointOptions:
     of_training: tuple[str, ...] = ()
 
 
-def checkpoint_options(path: Path, family: str, given: Collection[str]) -> CheckpointOptions:
+def checkpoint_options(path: Path, family: str, given: Mapping[str, Any]) -> CheckpointOptions:
     """The options of the model and of the tokenizer in the newest checkpoint at ``path``; empty where there is none.
 
     A checkpoint of another project is not converted: ``dynmo-ckpt info`` reads its configuration only.
@@ -64,8 +64,8 @@ def checkpoint_options(path: Path, family: str, given: Collection[str]) -> Check
     Args:
         path: value of ``--load``.
         family: family of the run.
-        given: names of the options that the run has; if one of them names a tokenizer, that of the checkpoint is left
-            out.
+        given: option name to value of the options that the run has. If one of them names a tokenizer, that of the
+            checkpoint is left out; so is the number of its positions for longer samples, if positions have no weights.
 
     Raises:
         UsageError: the checkpoint cannot be read or is of another family, or ``dynmo-ckpt`` is not installed.
@@ -87,6 +87,9 @@ def checkpoint_options(path: Path, family: str, given: Collection[str]) -> Check
     has_tokenizer = any(name in given for name in TOKENIZER_OPTIONS)
     tokenizer = {} if has_tokenizer else _tokenizer_options(folder)
     values = {**model_options(model), **(_dropout(model) if stored != family else {}), **tokenizer}
+    is_free = values.get("position_embedding_type") in WITHOUT_WEIGHTS
+    if is_free and (given.get("seq_length") or 0) > values["max_position_embeddings"]:
+        del values["max_position_embeddings"]
     return CheckpointOptions(values, training_options(model))
 
 
