@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .._common.console import Format, print_message
+from .._common.document import DocumentError
 from .._common.errors import EXIT_USAGE, UsageError
 from .._common.help import CommandLine, HelpGroup
 from ..config import (
@@ -139,11 +140,18 @@ def _checkpoint_options(family: str, flags: dict[str, Any], values: dict[str, An
     given = {**values, **{name: value for name, value in flags.items() if value is not None}}
     if not given.get("use_checkpoint_args"):
         return {}
+    from ..trainer.checkpoint.load_checkpoint import check_may_be_missing
     from ..trainer.checkpoint.model_options import checkpoint_options
 
     if not given.get("load"):
         raise UsageError("--use-checkpoint-args: needs --load, the checkpoint of the options")
+    _, problem = option_specs()["load"].convert(given["load"])
+    if problem is not None:
+        raise DocumentError("the configuration", [problem])
     found = checkpoint_options(Path(given["load"]), family, given)
+    if not found.values:
+        own, is_required = (given.get("run_dir"), given.get("save")), given.get("exit_on_missing_checkpoint")
+        check_may_be_missing(Path(given["load"]), own, is_required=is_required)
     if is_rank0():
         _report_checkpoint_options(given, found.values, found.of_training)
     return dict(found.values)

@@ -20,6 +20,7 @@ from .._common.errors import UsageError
 from .._common.log_parts import Rotation
 from ..config import Config, config_document
 from ..formats.os_errors import reason
+from ..formats.private_text import without_credentials
 from ..formats.run import FORMAT, VERSION, read_run, write_run
 from ..launch.worker import LAUNCH_FILE_VARIABLE
 from ..parallel.consensus import run_on_all_ranks
@@ -200,7 +201,7 @@ def _run_document(
         "segment": run.segment,
         "world_size": world_size,
         "hosts": list(hosts),
-        "command_line": list(sys.argv),
+        "command_line": without_credentials(sys.argv),
         "versions": versions() | source_commit(),
         "engine": dict(engine),
         **config_document(config),

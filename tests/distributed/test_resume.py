@@ -166,7 +166,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_exits(whole):
 
 def test_load_without_a_checkpoint_warns_and_starts(whole, tmp_path):
     _, data, expected, _ = whole
-    done = train(data, tmp_path / "fresh", 1, load=str(tmp_path / "missing"), train_iters="3", lr_decay_iters="24")
+    done = train(data, tmp_path / "fresh", 1, load=str(tmp_path / "fresh"), train_iters="3", lr_decay_iters="24")
     assert "warning: no checkpoint in" in done
     assert figures(tmp_path / "fresh") == {step: expected[step] for step in (1, 2, 3)}
 

@@ -56,7 +56,7 @@ class RunConfig:
         "Take model options that are not given from the checkpoint of --load.", default=False
     )
     exit_on_missing_checkpoint: bool | None = option(
-        "Exit if --load has no checkpoint; none: if any was saved.", default=None
+        "Exit if --load has no checkpoint; none: unless it is --save.", default=None
     )
     cache_dir: str | None = option(
         "Folder of converted checkpoints; none: $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.",

@@ -18,6 +18,7 @@ from dynmo_train.launch.worker import LAUNCH_FILE_VARIABLE
 from dynmo_train.trainer import run_directory
 from dynmo_train.trainer.run_directory import choose_path, open_run_directory, source_commit
 from tests.paths import ROOT
+from tests.tables import table
 
 SMALL = {
     "num_layers": 2,
@@ -52,6 +53,27 @@ def test_new_run_has_directories_and_configuration(tmp_path):
     config = config_of(**SMALL | {"run_dir": str(tmp_path / "r")})
     assert {name: document[name] for name in ("config", "config_sources")} == config_document(config)
     assert {"python", "dynmo", "torch", "numpy"} <= document["versions"].keys()
+
+
+@table(
+    ("text", "written"),
+    [
+        ("https://me:secret@track.example/x", "https://***@track.example/x"),
+        ("0.5 s3://key:secret@b/a 0.5 b", "0.5 s3://***@b/a 0.5 b"),
+        ("https://b.example/x?X-Amz-Signature=ab1&versionId=3", "https://b.example/x?X-Amz-Signature=***&versionId=3"),
+        ("https://a.example/c?sig=ab%2B&access_token=q", "https://a.example/c?sig=***&access_token=***"),
+        ("https://a.example/x?version=3", "https://a.example/x?version=3"),
+        ("me@example.org?key=3", "me@example.org?key=3"),
+    ],
+)
+def test_credentials_of_urls_are_not_written(text, written, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["dynmo-train", f"--mlflow-tracking-uri={text}"])
+    run = begin(run_dir=str(tmp_path / "r"), mlflow_tracking_uri=text)
+    document = read_run(run.run_json)
+    assert document["config"]["tracking"]["mlflow_tracking_uri"] == written
+    assert document["command_line"] == ["dynmo-train", f"--mlflow-tracking-uri={written}"]
+    others_may_read = run.run_json.stat().st_mode & 0o077
+    assert not others_may_read or text == written
 
 
 def test_source_commit_is_of_the_clone_of_these_sources(tmp_path, monkeypatch):
