@@ -16,6 +16,7 @@ from ...config.compat.translate import (
     MULTI_WORD_FLAGS,
     TranslatedCommand,
     declared_name,
+    flag_name,
     is_flag,
     translate,
     values_after,
@@ -243,7 +244,7 @@ def _flags(
         at += 1
         if not is_flag(flag):
             continue
-        name, known = declared_name(flag, declared, table), table.get(flag)
+        name, known = declared_name(flag, declared, table), table.get(flag_name(flag, table))
         count = MULTI_WORD_FLAGS.get(name, declared[name]) if name in declared else known.num_values if known else None
         values, at = ([value], at) if equals else values_after(arguments, at, count)
         flags.append((flag, tuple(values)))
@@ -327,11 +328,12 @@ def explain(
             alias = "" if name == flag else f"{name}: "
             meanings.append(FlagMeaning(flag, values, "same", alias + helps.get(name, "")))
             continue
-        if flag not in table:
+        name = flag_name(flag, table)
+        if name not in table:
             meanings.append(FlagMeaning(flag, values, "unknown", f"{command.equivalent} has no such flag"))
             continue
-        if table[flag] is COMBINED_FLAGS.get(flag):
-            meanings.append(_combined_meaning(flag, values, whole))
+        if table[name] is COMBINED_FLAGS.get(name):
+            meanings.append(_combined_meaning(name, values, whole))
             continue
         translation = translate([flag, *values], family, declared, table)
         if translation.problems:
