@@ -575,6 +575,8 @@ class Trainer:
         """
         if exit_code is None:
             self._checkpointer.abandon()
+        elif self.rollback is None and self.step < self.config.training.train_iters:
+            self.logger.log_stopped(self.step, exit_code)
         self._log.close(exit_code)
         self._loader.close()
         if self._compression_choice is not None:
