@@ -204,7 +204,7 @@ class FinetuneRun:
         self.engine, self.directory, self.step = start.engine, start.directory, start.step
         self.source, self.last_saved = start.source, start.last_saved
         self.logger = RunLogger(start.directory, world, *rotations(config))
-        writers = scalar_writers_on_rank0(world, config, start.directory)
+        writers = scalar_writers_on_rank0(world, config, start.directory, start.step)
         self.log = TrainingLog(config, world, flops_counter(config, self.engine.family), writers)
         self.checkpoints = Checkpointer(
             self.engine,

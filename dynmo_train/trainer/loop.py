@@ -117,7 +117,7 @@ class Trainer:
             self.logger.log_event,
         )
         self._flops = flops_counter(config, self.engine.family)
-        writers = scalar_writers_on_rank0(self.engine.world, config, self.directory)
+        writers = scalar_writers_on_rank0(self.engine.world, config, self.directory, start.step)
         self._log = TrainingLog(config, self.engine.world, self._flops, writers)
         self._evaluations = Evaluations(config, start, self._log)
         self._checkpointer = Checkpointer(
@@ -281,7 +281,12 @@ class Trainer:
             last, run = self._last_saved, self.directory.path
             retry = f"resume with --load {run}" if last else "start again with another --run-dir"
             problem = f"{self._checkpointer.failure}; the last checkpoint is {last or 'none'}"
-            raise DynmoError(f"{problem}: free disk space, then {retry}")
+            remedy = (
+                "free disk space"
+                if "No space left" in problem or "quota" in problem
+                else f"make it possible to write to {run}"
+            )
+            raise DynmoError(f"{problem}: {remedy}, then {retry}")
         has_steps_left = self.step < self.config.training.train_iters
         if self.engine.world.is_rank0:
             print_message(f"run directory: {self.directory.path}")
