@@ -22,7 +22,7 @@ from .resolve import ALTERNATIVES, built_in_concerns, built_in_specs, installed_
 
 # In ``ctx.meta``: values of the options of installed packages, by name.
 INSTALLED_KEY = "dynmo.installed_options"
-# In ``ctx.meta``: the words of the command line, before their translation.
+# In ``ctx.meta``: the command line as a list, before its translation.
 WORDS_KEY = "dynmo.words"
 
 

@@ -160,7 +160,7 @@ class OptionSpec:
         return f"--no-{self.flag.removeprefix('--')}"
 
     def words_for(self, value: Any) -> str:
-        """The words of a command line that give the option a value, for messages; a fact where no words do."""
+        """The option with a value, as on a command line, for messages."""
         if self.kind is bool and (name := self.flag if value else self.negative):
             return name
         return f"{self.flag} {shlex.quote(str(value))}" if value is not None else f"no {self.flag}"

@@ -275,7 +275,7 @@ def _combined_meaning(flag: str, values: tuple[str, ...], whole: TranslatedComma
 
 
 def _option_values(words: Sequence[str]) -> dict[str, str]:
-    """Option name to the text of its value, of the words of a translated command."""
+    """Option name to the text of its value, from the arguments of a translated command."""
     return {
         word.partition("=")[0][2:].replace("-", "_"): word.partition("=")[2] or "".join(words[at + 1 : at + 2])
         for at, word in enumerate(words)

@@ -43,7 +43,7 @@ def model_words(program: str, family: str, arguments: list[str], notes: list[str
 
 
 def task_words(arguments: list[str], notes: list[str]) -> list[str]:
-    """Arguments of Megatron-LM's ``tasks/main.py``, which fine-tunes with replicas unless they say otherwise.
+    """Arguments of Megatron-LM's ``tasks/main.py``, which fine-tunes with replicas by default.
 
     Args:
         arguments: arguments of the program.

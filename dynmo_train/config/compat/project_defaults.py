@@ -1,8 +1,8 @@
 """Defaults of other projects that differ from ours, for what comes from their scripts.
 
-``dynmo-train run`` and ``explain-flags`` add those of Megatron-LM, Megatron-DeepSpeed and Optimus-CC to the words of a
-program, ``pretrain`` those of torchtitan to a command line with torchtitan's flags; ``deepspeed.py`` has those of a
-DeepSpeed file. Each one that is set is printed. An option that is not here has the same default in all of them, no
+``dynmo-train run`` and ``explain-flags`` add those of Megatron-LM, Megatron-DeepSpeed and Optimus-CC to the arguments
+of a program, ``pretrain`` those of torchtitan to a command line with torchtitan's flags; ``deepspeed.py`` has those of
+a DeepSpeed file. Each one that is set is printed. An option that is not here has the same default in all of them, no
 effect on results, or no default here.
 """
 
@@ -43,7 +43,7 @@ class ProjectDefault:
         needs: flags of which one must be given; empty: none.
         families: model families that have the option; empty: all.
         programs: file names of programs; empty: all.
-        reason: what the default is, where its name does not say it.
+        reason: what the default is, where its name does not state it.
     """
 
     project: str
@@ -195,14 +195,14 @@ def without_effect_on_experts(arguments: Sequence[str], notes: list[str]) -> lis
 
 def without_flags(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
     """The arguments without some flags and their values."""
-    kept: list[str] = []
-    is_kept = True
+    remaining: list[str] = []
+    is_left_out = False
     for word in arguments:
         if word.startswith("--"):
-            is_kept = flag_names([word]).isdisjoint(flags)
-        if is_kept:
-            kept.append(word)
-    return kept
+            is_left_out = not flag_names([word]).isdisjoint(flags)
+        if not is_left_out:
+            remaining.append(word)
+    return remaining
 
 
 def has_torchtitan_flags(arguments: Iterable[str]) -> bool:

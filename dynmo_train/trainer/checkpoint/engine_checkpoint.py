@@ -507,7 +507,7 @@ def check_same_model(
         family: model of this run.
         resumes: whether the run resumes training, so that the loss coefficients of experts must match too. They may
             differ for a run that loads only weights, and for a converted checkpoint without optimizer state.
-        may_change: keys that may differ, which are no weights.
+        may_change: keys that may differ, since they do not change weights.
 
     Raises:
         CheckpointError: the models differ; the message lists every difference.

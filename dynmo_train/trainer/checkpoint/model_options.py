@@ -139,7 +139,7 @@ def model_options(model: Mapping[str, Any]) -> dict[str, Any]:
     """The option values, by name, of a run whose model has the description ``model``.
 
     The length of samples, dropout and the initial weights are not stored, nor are options of dynamic techniques. What
-    belongs to the training of experts (``TRAINING_KEYS``) is no option of the model.
+    belongs to the training of experts (``TRAINING_KEYS``) is not taken.
 
     Args:
         model: the ``model`` object of a manifest.

@@ -49,8 +49,8 @@ _OTHER_OF_TECHNIQUES = frozenset(
     }
 )
 # Tables whose options a resumed run may change, and options of other tables. The schedule has warnings of its own.
-_SAID = frozenset({"precision", "optimizer"})
-_SAID_OPTIONS = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "calculate_per_token_loss"})
+_PRINTED = frozenset({"precision", "optimizer"})
+_PRINTED_OPTIONS = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "calculate_per_token_loss"})
 _OF_SCHEDULE = ("lr", "min_lr", "decoupled", "weight_decay", "start_weight", "end_weight", "use_checkpoint")
 
 
@@ -78,8 +78,8 @@ def _group_of(spec: OptionSpec) -> str | None:
         return "curriculum"
     if concern in _TECHNIQUES or concern in package_techniques() or concern in installed_options():
         return concern
-    is_other = concern in _SAID and not name.startswith(_OF_SCHEDULE)
-    return "other" if is_other or name in _SAID_OPTIONS else None
+    is_other = concern in _PRINTED and not name.startswith(_OF_SCHEDULE)
+    return "other" if is_other or name in _PRINTED_OPTIONS else None
 
 
 def _identity(spec: OptionSpec, value: Any) -> str:

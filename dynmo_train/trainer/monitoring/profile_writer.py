@@ -529,7 +529,12 @@ class RunLogger:
             self._write(lambda: append_event(self.run.events, record, self._others))
 
     def log_stopped(self, step: int, exit_code: int) -> None:
-        """Append that this start ended after ``step``, before the last step of the run, to ``events.jsonl``."""
+        """Append a ``stopped`` event to ``events.jsonl``.
+
+        Args:
+            step: number of completed steps, fewer than those of the run.
+            exit_code: exit code of this start.
+        """
         message = f"stopped with exit code {exit_code} after step {step:,}"
         self.log_event("stopped", message, step=step, exit_code=exit_code, segment=self.run.segment)
 

@@ -87,14 +87,14 @@ def test_credentials_of_urls_are_not_written(text, written, tmp_path, monkeypatc
 def test_run_directory_that_nodes_do_not_share_is_refused_at_the_start(tmp_path, monkeypatch, other):
     """Every rank saves its layers there: without a shared folder each save would fail, up to the last step."""
     there = begin(run_dir=str(tmp_path / "there")).path if other == "another run" else tmp_path / "there"
-    seen = {"node 0": [str(tmp_path / "r"), None, 0], "node 1": [str(there), "0" * 16, 0]}
+    views = {"node 0": [str(tmp_path / "r"), None, 0], "node 1": [str(there), "0" * 16, 0]}
     world, config = SimpleNamespace(is_rank0=True, size=1, host="h"), config_of(**SMALL, run_dir=str(tmp_path / "r"))
     monkeypatch.setattr(run_directory, "run_on_all_ranks", lambda _world, make: make())
     monkeypatch.setattr(run_directory, "broadcast_object", lambda _world, value: value)
     monkeypatch.setattr(run_directory.check_is_shared, "__defaults__", (0.0,))
-    assert open_run_directory_on_rank0(world, config, hosts=["h"], engine={}).path == Path(seen["node 0"][0])
+    assert open_run_directory_on_rank0(world, config, hosts=["h"], engine={}).path == Path(views["node 0"][0])
     shutil.rmtree(tmp_path / "r")
-    monkeypatch.setattr(run_directory, "broadcast_object", lambda _world, _value: seen["node 1"])
+    monkeypatch.setattr(run_directory, "broadcast_object", lambda _world, _value: views["node 1"])
     with pytest.raises(UsageError, match=r"on h is not the run directory of rank 0.* all nodes share"):
         open_run_directory_on_rank0(world, config, hosts=["h"], engine={})
 

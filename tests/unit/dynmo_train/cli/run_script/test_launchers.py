@@ -311,7 +311,7 @@ MEGATRON_DEFAULTS = {
 
 
 @table("line", MEGATRON_DEFAULTS)
-def test_command_line_of_a_project_gets_that_projects_defaults_and_each_is_said(line):
+def test_command_line_of_a_project_has_its_defaults_and_prints_them(line):
     found = translate_program(["torchrun", "--nproc_per_node", "2", *line.split()], "", {})
     set_here = [REPLICAS, *MEGATRON_DEFAULTS[line]]
     words = shlex.join(found.words).partition(" -- ")[2].split()
@@ -322,7 +322,7 @@ def test_command_line_of_a_project_gets_that_projects_defaults_and_each_is_said(
 
 
 @table(
-    ("given", "kept"),
+    ("given", "expected"),
     [
         ("--num-experts 1 --topk 1 --moe-loss-coeff 0.01 --disable-moe-token-dropping --deepspeed", "--deepspeed"),
         (
@@ -331,9 +331,9 @@ def test_command_line_of_a_project_gets_that_projects_defaults_and_each_is_said(
         ),
     ],
 )
-def test_flags_of_experts_that_another_flag_turns_off_are_left_out(given, kept):
+def test_flags_of_experts_that_another_flag_turns_off_are_left_out(given, expected):
     found = translate_program(["python", "pretrain_gpt.py", *given.split()], "", {})
-    assert shlex.join(found.words) == f"dynmo-train pretrain gpt {REPLICAS} {kept}"
+    assert shlex.join(found.words) == f"dynmo-train pretrain gpt {REPLICAS} {expected}"
 
 
 def test_latents_without_norms_are_refused(tmp_path):

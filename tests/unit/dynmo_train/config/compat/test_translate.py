@@ -399,15 +399,15 @@ def test_with_deepspeed_zero_stage_overrides_flag_of_0(tmp_path):
         ({"fp16": {"enabled": True, "loss_scale": 8}, "gradient_clipping": 1.0}, {}, {}),
     ],
 )
-def test_file_of_deepspeed_has_its_defaults_and_each_is_said(document, given, defaults, tmp_path, capsys):
+def test_file_of_deepspeed_has_its_defaults_and_prints_them(document, given, defaults, tmp_path, capsys):
     (tmp_path / "ds.json").write_text(json.dumps(document))
     _, values = with_deepspeed({"deepspeed_config": str(tmp_path / "ds.json"), **given}, {})
     assert {name: values[name] for name in values.keys() & {"clip_grad", "initial_loss_scale"}} == defaults | (
         {"clip_grad": 1.0} if document.get("gradient_clipping") == 1.0 else {}
     )
-    said = capsys.readouterr().err
-    assert all(f"--{name.replace('_', '-')} {value:g}" in said for name, value in defaults.items())
-    assert ("defaults of DeepSpeed" in said) == bool(defaults)
+    printed = capsys.readouterr().err
+    assert all(f"--{name.replace('_', '-')} {value:g}" in printed for name, value in defaults.items())
+    assert ("defaults of DeepSpeed" in printed) == bool(defaults)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", ""])
@@ -417,7 +417,7 @@ def test_with_deepspeed_invalid_file_is_refused(tmp_path, text):
         with_deepspeed({"deepspeed_config": str(tmp_path / "ds.json")}, {})
 
 
-def test_arguments_of_the_hugging_face_trainer_have_their_meaning_with_underscores_too():
+def test_arguments_of_the_hugging_face_trainer_have_their_meaning():
     words = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 9 --mock-data --max-seq-length 8"
     words += " --learning_rate 1e-3 --max_steps 7 --per_device_train_batch_size 3 --gradient_accumulation_steps 2"
     words += " --gradient_checkpointing True --save_total_limit 4 --lr_scheduler_type constant_with_warmup"

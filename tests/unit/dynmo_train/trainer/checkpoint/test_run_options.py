@@ -47,7 +47,7 @@ def changes(there, here):
 
 
 @table(("name", "options"), [*TECHNIQUES.items(), *DATA.items()])
-def test_resume_without_what_a_run_was_made_of_is_refused_and_names_each_option(name, options):
+def test_resume_with_other_options_is_refused_and_names_each(name, options):
     refused, printed = changes(options, {})
     named = {name for name in options if name != "lora_rank"}
     assert {text.split()[0][2:].replace("-", "_") for text in refused} == named
@@ -101,7 +101,7 @@ def test_data_is_compared_by_its_contents(tmp_path):
     assert set(refused) == {"--mock-data is false there, true here", "--data-path is not given here"}
 
 
-def test_checkpoints_of_earlier_versions_have_seed_and_split_and_others_neither():
+def test_checkpoint_of_an_earlier_version_has_seed_and_split():
     earlier = {"data": {"seed": 1, "split": "969,30,1", "sequence_length": 8, "prefix": "x"}}
     assert compare_options(earlier, config()).refused == ("--seed is 1 there, 1234 here",)
     assert compare_options({"data": None}, config(seed=1, sparsify=True)) == compare_options({}, config())

@@ -58,7 +58,7 @@ def test_compare_equal_runs_are_bit_identical(tmp_path, runs):
     ]
 
 
-def test_compare_says_which_of_losses_and_norms_differ(tmp_path, runs):
+def test_compare_prints_which_of_losses_and_norms_differ(tmp_path, runs):
     norms = write_run(tmp_path / "norms", [4.0, 3.0, 2.0], 1.5, norm=0.72)
     done = compare(runs[0], norms)
     assert done.exit_code == 1

@@ -71,7 +71,7 @@ def test_monitor_ends_with_the_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("code", "segment", "is_over"), [(130, 1, True), (0, 1, True), (1, 1, False), (130, 0, False)])
-def test_monitor_of_a_stopped_run_says_so_and_ends(tmp_path, capsys, code, segment, is_over):
+def test_monitor_of_a_stopped_run_prints_that_and_ends(tmp_path, capsys, code, segment, is_over):
     """A failed start may be restarted by its launcher; of an earlier start the last one continues."""
     run = run_at(tmp_path / "run", 3)
     (run / "run.json").write_text(json.dumps({"segment": 1, "config": {"training": {"train_iters": 4}}}))
