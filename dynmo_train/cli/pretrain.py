@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .._common.console import Format, print_message
+from .._common.document import DocumentError
 from .._common.errors import EXIT_USAGE, UsageError
 from .._common.help import CommandLine, HelpGroup
 from ..config import (
     DefaultContext,
     dry_run_processes,
     dry_run_values,
+    option_specs,
     read_config_file,
     resolve_checked,
     with_deepspeed,
 )
-from ..config.command import INSTALLED_KEY, MegatronCommand, with_options
-from ..config.extensions import installed_families
+from ..config.command import INSTALLED_KEY, WORDS_KEY, MegatronCommand, with_options
+from ..config.compat.project_defaults import torchtitan_defaults
+from ..config.extensions import base_family, installed_families
 from ..config.panels import CONFIGURATION
 from .common import ConfigFile, ignore_signals_until_training, is_rank0, need_torch, world_size
 
@@ -70,8 +74,18 @@ RecipeName = Annotated[
 ]
 
 
-def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[str, Any]) -> None:
-    """Resolve and check the configuration, then train or report the dry run."""
+def _pretrain(
+    family: str, config: Path | None, recipe: str | None, flags: dict[str, Any], words: Sequence[str]
+) -> None:
+    """Resolve and check the configuration, then train or report the dry run.
+
+    Args:
+        family: model family.
+        config: file of options.
+        recipe: name of a recipe.
+        flags: option name to value from the command line; None means not given.
+        words: the command line.
+    """
     need_torch()
     from ..config.presets import read_recipe
     from ..data.tokenizer import read_vocab_size
@@ -83,6 +97,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
         checkpoint = _checkpoint_options(family, flags, values)
         dry = bool(flags.get("dry_run") or values.get("dry_run"))
         processes = dry_run_processes(flags, values) if dry else world_size()
+        values = _with_torchtitan_defaults(words, flags, values, family, processes)
         defaults = dry_run_values(family, flags, {**checkpoint, **values}) if dry else {}
         flags, values = with_deepspeed(flags, values)
         resolved = resolve_checked(
@@ -107,19 +122,51 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
     raise typer.Exit(run_pretrain(resolved))
 
 
+def _with_torchtitan_defaults(
+    words: Sequence[str], flags: dict[str, Any], values: dict[str, Any], family: str, processes: int
+) -> dict[str, Any]:
+    """The options of files with the defaults of torchtitan, if the command line has its flags; rank 0 reports them."""
+    given = {**values, **{name: value for name, value in flags.items() if value is not None}}
+    found = torchtitan_defaults(words, given, base_family(family), processes)
+    if found and is_rank0():
+        specs = option_specs()
+        shown = (specs[name].words_for(value) for name, value in found.items())
+        print_message(f"defaults of torchtitan: {', '.join(shown)}")
+    return {**found, **values}
+
+
 def _checkpoint_options(family: str, flags: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """With --use-checkpoint-args, the options of the model in --load; a warning where it has no checkpoint."""
     given = {**values, **{name: value for name, value in flags.items() if value is not None}}
     if not given.get("use_checkpoint_args"):
         return {}
+    from ..trainer.checkpoint.load_checkpoint import check_may_be_missing
     from ..trainer.checkpoint.model_options import checkpoint_options
 
     if not given.get("load"):
         raise UsageError("--use-checkpoint-args: needs --load, the checkpoint of the options")
+    _, problem = option_specs()["load"].convert(given["load"])
+    if problem is not None:
+        raise DocumentError("the configuration", [problem])
     found = checkpoint_options(Path(given["load"]), family, given)
-    if not found and is_rank0():
+    if not found.values:
+        own, is_required = (given.get("run_dir"), given.get("save")), given.get("exit_on_missing_checkpoint")
+        check_may_be_missing(Path(given["load"]), own, is_required=is_required)
+    if is_rank0():
+        _report_checkpoint_options(given, found.values, found.of_training)
+    return dict(found.values)
+
+
+def _report_checkpoint_options(given: Mapping[str, Any], found: Mapping[str, Any], of_training: Sequence[str]) -> None:
+    """Print what --use-checkpoint-args takes from the checkpoint, and what it leaves."""
+    if not found:
         print_message(f"warning: --use-checkpoint-args: no checkpoint in {given['load']}; the given options are used")
-    return found
+        return
+    specs = option_specs()
+    taken = (specs[name].words_for(value) for name, value in found.items() if name not in given)
+    print_message(f"--use-checkpoint-args takes from {given['load']}: {', '.join(taken) or 'nothing'}")
+    if of_training:
+        print_message(f"--use-checkpoint-args does not take what belongs to the training: {', '.join(of_training)}")
 
 
 @pretrain.callback()
@@ -133,7 +180,7 @@ def _add_family(group: typer.Typer, family: str, text: str) -> None:
 
     @with_options
     def train(context: typer.Context, config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
-        _pretrain(family, config, recipe, flags | context.meta[INSTALLED_KEY])
+        _pretrain(family, config, recipe, flags | context.meta[INSTALLED_KEY], context.meta[WORDS_KEY])
 
     group.command(family, cls=MegatronCommand, help=text)(train)
 

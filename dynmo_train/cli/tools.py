@@ -42,8 +42,7 @@ def compare(
             comparison_rows(result),
         )
         emit(f"step time ratio {result.ratio:.2f}; after the last move {result.ratio_steady:.2f}")
-        difference = f"{result.largest_difference:.1e} relative; first at step {result.first_difference}"
-        emit(f"losses {'bit-identical' if result.identical else f'differ (at most {difference})'}")
+        emit(result.verdict)
     raise typer.Exit(0 if result.identical or result.largest_difference <= rtol else 1)
 
 

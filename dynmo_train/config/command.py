@@ -22,6 +22,8 @@ from .resolve import ALTERNATIVES, built_in_concerns, built_in_specs, installed_
 
 # In ``ctx.meta``: values of the options of installed packages, by name.
 INSTALLED_KEY = "dynmo.installed_options"
+# In ``ctx.meta``: the command line as a list, before its translation.
+WORDS_KEY = "dynmo.words"
 
 
 def _panel(spec: OptionSpec, default: str | None, *, always: bool) -> Panel:
@@ -143,6 +145,7 @@ class MegatronCommand(HelpCommand):
         }
         if ctx.resilient_parsing:  # completion
             return super().parse_args(ctx, args)
+        ctx.meta[WORDS_KEY] = list(args)
         translation = translate(args, self.family(), declared | {"--help": 0, "--help-all": 0})
         if translation.problems:
             raise DocumentError("the command line", list(translation.problems))

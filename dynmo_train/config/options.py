@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -23,6 +25,10 @@ Source = Literal["default", "derived", "checkpoint", "file", "flag", "command"]
 # a cache, or its contents are compared when it is opened.
 Reference = Literal["value", "data", "file", "files", "place"]
 REQUIRED = "required"
+# Of an option that refers to a path, or to several: s3://bucket/run.
+_ADDRESS = re.compile(r"(?<![^\s'\"])[A-Za-z][A-Za-z0-9+.-]+://[^\s'\"]*")
+_CHECKPOINTS = frozenset({"load", "bert_load", "pretrained_checkpoint"})
+_REMEDY_OF_CHECKPOINTS = "dynmo-ckpt convert ADDRESS FOLDER copies a checkpoint"
 _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -153,6 +159,12 @@ class OptionSpec:
             return None
         return f"--no-{self.flag.removeprefix('--')}"
 
+    def words_for(self, value: Any) -> str:
+        """The option with a value, as on a command line, for messages."""
+        if self.kind is bool and (name := self.flag if value else self.negative):
+            return name
+        return f"{self.flag} {shlex.quote(str(value))}" if value is not None else f"no {self.flag}"
+
     @property
     def is_flag(self) -> bool:
         """Whether users can set it on the command line or in a file."""
@@ -220,6 +232,9 @@ class OptionSpec:
             return self._within_bounds(value)
         if value == "":
             return None, Problem(self.flag, "range", "must not be empty")
+        if self.declaration.refers_to != "value" and (address := _ADDRESS.search(value)):
+            remedy = _REMEDY_OF_CHECKPOINTS if self.name in _CHECKPOINTS else "give a folder or file of this machine"
+            return None, Problem(self.flag, "address", f"{address[0]} is an address, must be a local path; {remedy}")
         return value, None
 
     def _within_bounds(self, value: float) -> tuple[Any, Problem | None]:

@@ -16,6 +16,7 @@ from .._common.document import MAX_CONFIG_BYTES, DocumentError, Problem, parse_t
 from .._common.errors import UsageError
 from ..formats.input_text import read_input
 from ..formats.os_errors import reason
+from ..formats.private_text import without_credentials
 from .compat.deepspeed import read_deepspeed
 from .compat.torchtitan import torchtitan_advice
 from .extensions import base_family, installed_options, package_techniques
@@ -109,11 +110,15 @@ def option_specs() -> dict[str, OptionSpec]:
 
 
 def config_document(config: Config) -> dict[str, Any]:
-    """``config`` and ``config_sources`` of ``run.json``: by concern, option name to value and to source."""
+    """``config`` and ``config_sources`` of ``run.json``: by concern, option name to value and to source.
+
+    URLs are without their credentials.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, Any] = {}
     for spec in option_specs().values():
-        values.setdefault(spec.concern, {})[spec.name] = getattr(config.concern(spec.concern), spec.name)
+        value = getattr(config.concern(spec.concern), spec.name)
+        values.setdefault(spec.concern, {})[spec.name] = without_credentials(value)
         sources.setdefault(spec.concern, {})[spec.name] = config.sources[spec.name]
     return {"config": values, "config_sources": sources}
 
@@ -229,7 +234,11 @@ def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[d
     # Every process resolves the configuration; one of them reports.
     if found.ignored and os.environ.get("RANK", "0") == "0":
         print_message(f"{path}: ignored {', '.join(found.ignored)}")
-    return dict(flags), dict(file) | values
+    defaults = {name: value for name, value in found.defaults.items() if name not in given}
+    if defaults and os.environ.get("RANK", "0") == "0":
+        shown = ", ".join(specs[name].words_for(f"{value:g}") for name, value in defaults.items())
+        print_message(f"{path}: defaults of DeepSpeed: {shown}")
+    return dict(flags), defaults | dict(file) | values
 
 
 def resolve(

@@ -204,7 +204,7 @@ class FinetuneRun:
         self.engine, self.directory, self.step = start.engine, start.directory, start.step
         self.source, self.last_saved = start.source, start.last_saved
         self.logger = RunLogger(start.directory, world, *rotations(config))
-        writers = scalar_writers_on_rank0(world, config, start.directory)
+        writers = scalar_writers_on_rank0(world, config, start.directory, start.step)
         self.log = TrainingLog(config, world, flops_counter(config, self.engine.family), writers)
         self.checkpoints = Checkpointer(
             self.engine,
@@ -307,7 +307,10 @@ class FinetuneRun:
                 print_message(f"dynmo-train: error: {end_message(self.step, self.check, self.last_saved)}")
         if self._is_not_finite(last):
             return EXIT_NOT_FINITE
-        return EXIT_RELAUNCH if signals.relaunch and self.step < last else signals.exit_code
+        exit_code = EXIT_RELAUNCH if signals.relaunch and self.step < last else signals.exit_code
+        if self.step < last:
+            self.logger.log_stopped(self.step, exit_code)
+        return exit_code
 
     def _is_not_finite(self, last: int) -> bool:
         """Whether the run ends with weights or a loss that are not finite."""

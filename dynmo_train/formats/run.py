@@ -18,6 +18,7 @@ from .._common.document import (
     read_json,
     write_whole,
 )
+from .private_text import HIDDEN
 from .run_fields import DOCUMENT
 
 FORMAT = "dynmo.run"
@@ -38,6 +39,9 @@ def write_run(path: Path, document: Mapping[str, Any]) -> None:
         # Of the bytes, as a reader gets them: JSON turns tuples into lists and keys into strings.
         parse_run(json.loads(payload), str(path))
     write_whole(path, payload)
+    if HIDDEN.encode() in payload:
+        # The names of hosts and buckets next to what was hidden are for the user alone.
+        path.chmod(0o600)
 
 
 def read_run(path: Path) -> dict[str, Any]:

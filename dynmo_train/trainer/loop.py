@@ -101,7 +101,7 @@ class Trainer:
         self._initial_plan_id = start.active_plan_id
         self._survivor = survivor
         manifest = start.manifest or {}
-        self._base = start.base
+        self._base, self._options = start.base, start.options
         self._source, self._start_position = manifest.get("source"), manifest.get("x_data_position", {})
         self.planner: PlannerProcess | None = None
         self.controller = self._plan_controller()
@@ -117,7 +117,7 @@ class Trainer:
             self.logger.log_event,
         )
         self._flops = flops_counter(config, self.engine.family)
-        writers = scalar_writers_on_rank0(self.engine.world, config, self.directory)
+        writers = scalar_writers_on_rank0(self.engine.world, config, self.directory, start.step)
         self._log = TrainingLog(config, self.engine.world, self._flops, writers)
         self._evaluations = Evaluations(config, start, self._log)
         self._checkpointer = Checkpointer(
@@ -281,7 +281,12 @@ class Trainer:
             last, run = self._last_saved, self.directory.path
             retry = f"resume with --load {run}" if last else "start again with another --run-dir"
             problem = f"{self._checkpointer.failure}; the last checkpoint is {last or 'none'}"
-            raise DynmoError(f"{problem}: free disk space, then {retry}")
+            remedy = (
+                "free disk space"
+                if "No space left" in problem or "quota" in problem
+                else f"make it possible to write to {run}"
+            )
+            raise DynmoError(f"{problem}: {remedy}, then {retry}")
         has_steps_left = self.step < self.config.training.train_iters
         if self.engine.world.is_rank0:
             print_message(f"run directory: {self.directory.path}")
@@ -544,6 +549,7 @@ class Trainer:
             moments=not run.no_save_optim,
             loss_spikes=self._spikes.state(self._batches.skipped),
             base=self._base,
+            options=self._options,
         )
 
     def _data_position(self) -> dict[str, Any]:
@@ -574,6 +580,8 @@ class Trainer:
         """
         if exit_code is None:
             self._checkpointer.abandon()
+        elif self.rollback is None and self.step < self.config.training.train_iters:
+            self.logger.log_stopped(self.step, exit_code)
         self._log.close(exit_code)
         self._loader.close()
         if self._compression_choice is not None:

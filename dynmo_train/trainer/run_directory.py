@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,17 +17,20 @@ from platform import python_version
 from typing import Any
 
 from .. import __version__
-from .._common.document import envelope, write_whole
+from .._common.document import DocumentError, envelope, write_whole
 from .._common.errors import UsageError
 from .._common.log_parts import Rotation
 from ..config import Config, config_document
 from ..formats.os_errors import reason
+from ..formats.private_text import without_credentials
 from ..formats.run import FORMAT, VERSION, read_run, write_run
 from ..launch.worker import LAUNCH_FILE_VARIABLE
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
 
 RUNS = Path("runs")
+# Network file systems show a new file on other hosts after some seconds.
+SHARED_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +180,8 @@ def open_run_directory_on_rank0(
         engine: properties of the engine that determine the numerics, such as the sparse thresholds.
 
     Raises:
-        UsageError: on a reporting rank, where the directory contains another run or cannot be created.
+        UsageError: on a reporting rank, where the directory contains another run, cannot be created, or is not the same
+            on all nodes.
         SystemExit: on the other ranks, with the same exit code.
     """
 
@@ -188,7 +194,51 @@ def open_run_directory_on_rank0(
         world, [str(opened.path), opened.run_id, opened.segment] if opened else None
     )
     previous_config = None if opened is None else opened.previous_config
-    return RunDirectory(path=Path(path), run_id=run_id, segment=segment, previous_config=previous_config)
+    run = RunDirectory(path=Path(path), run_id=run_id, segment=segment, previous_config=previous_config)
+    try:
+        run_on_all_ranks(world, lambda: check_is_shared(run, world.host))
+    except BaseException:
+        if world.is_rank0 and not segment:
+            remove_new(run)
+        raise
+    return run
+
+
+def check_is_shared(run: RunDirectory, host: str, patience_s: float = SHARED_S) -> None:
+    """Check that this process sees the run directory which rank 0 opened; every rank writes its layers into it.
+
+    Without the check a run would train to its end, while every save fails.
+
+    Args:
+        run: the run directory, of rank 0.
+        host: name of this host.
+        patience_s: seconds until the files of rank 0 are visible, which network file systems delay.
+
+    Raises:
+        UsageError: another directory, or none, is at its path.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        # Lists the folder, so that a network file system asks its server.
+        with contextlib.suppress(OSError, DocumentError):
+            if run.run_json.name in os.listdir(run.path) and read_run(run.run_json)["run_id"] == run.run_id:
+                return
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"{run.path.resolve()} on {host} is not the run directory of rank 0; every rank saves its layers there:"
+                " give --run-dir (--save) as an absolute path on a file system that all nodes share"
+            )
+        time.sleep(0.1)
+
+
+def remove_new(run: RunDirectory) -> None:
+    """Remove a run directory that was created by this start and has no logs, so that its path can be given again."""
+    with contextlib.suppress(OSError):
+        run.run_json.unlink()
+        if launch_file := os.environ.get(LAUNCH_FILE_VARIABLE):
+            Path(launch_file).unlink(missing_ok=True)
+        for folder in (run.plans, run.requests, run.checkpoints, run.path):
+            folder.rmdir()
 
 
 def _run_document(
@@ -200,7 +250,7 @@ def _run_document(
         "segment": run.segment,
         "world_size": world_size,
         "hosts": list(hosts),
-        "command_line": list(sys.argv),
+        "command_line": without_credentials(sys.argv),
         "versions": versions() | source_commit(),
         "engine": dict(engine),
         **config_document(config),

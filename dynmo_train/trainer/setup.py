@@ -50,7 +50,7 @@ from ..models.compiled import check_compiler
 from ..models.float8 import check_float8
 from ..models.layer_list import ModelFamily
 from ..models.lora import FIELD as ADAPTERS
-from ..models.registry import family_of
+from ..models.registry import family_of, named_as
 from ..optim.apex import find_apex
 from ..optim.optimizers.protocol import OptimizerContext
 from ..optim.optimizers.registry import optimizer_settings
@@ -64,6 +64,8 @@ from ..pipeline.graphed_items import check_graph_device
 from ..pipeline.profiler import LayerProfiler
 from .checkpoint.engine_checkpoint import check_same_model, check_same_optimizer, state_reader
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
+from .checkpoint.model_keys import extension_text, keys_of_extension
+from .checkpoint.run_options import check_same_options, recorded_options
 from .checkpoint.unread_tensors import check_all_weights_are_read
 from .engine import Engine
 from .engine_settings import EngineSettings
@@ -111,6 +113,7 @@ class InitialState:
         batches: where batches begin.
         spikes: losses of the last steps.
         base: checkpoint that has the weights under the adapters, where they are not saved again; else empty.
+        options: what the run is made of, for its checkpoints; rank 0 has it.
     """
 
     config: Config
@@ -127,6 +130,7 @@ class InitialState:
     batches: BatchPositions
     spikes: LossSpikes
     base: Mapping[str, str]
+    options: Mapping[str, str]
 
 
 def setup_run(
@@ -194,6 +198,7 @@ def setup_run(
         batches=loaded.batches,
         spikes=LossSpikes.of(config.training, _spike_state(manifest, step), rollback),
         base=base,
+        options=recorded_options(config) if world.is_rank0 else {},
     )
 
 
@@ -272,7 +277,7 @@ def load_engine(
     checkpoint = _checkpoint(config, world) if memory is None else None
     source = checkpoint or memory
     manifest = source.manifest if source is not None else None
-    step, consumed = run_on_all_ranks(world, lambda: _progress(config, source))
+    step, consumed = run_on_all_ranks(world, lambda: _progress(config, source, world))
     stored_ranges = _spike_state(manifest, step).get("skipped_samples", ())
     batches = config.batch_positions([*((begin, end) for begin, end in stored_ranges), *skipped])
     config = _with_steps_left(config, batches, step, consumed, world)
@@ -356,8 +361,12 @@ def _checkpoint(config: Config, world: World) -> Checkpoint | None:
     return checkpoint
 
 
-def _progress(config: Config, source: Checkpoint | MemoryCheckpoint | None) -> tuple[int, int]:
-    """Completed steps and consumed samples; raises ``CheckpointError`` where the consumed samples are unknown."""
+def _progress(config: Config, source: Checkpoint | MemoryCheckpoint | None, world: World) -> tuple[int, int]:
+    """Completed steps and consumed samples.
+
+    Raises:
+        CheckpointError: the consumed samples are unknown; on rank 0, the run that resumes is made of other options.
+    """
     if source is None or (isinstance(source, Checkpoint) and _takes_weights_only(config, source)):
         return 0, 0
     step, consumed = source.manifest["step"], source.manifest["consumed_train_samples"]
@@ -366,6 +375,8 @@ def _progress(config: Config, source: Checkpoint | MemoryCheckpoint | None) -> t
             f"the checkpoint records 0 consumed samples after {step} steps: the position in the data is unknown; give"
             " --finetune to load its weights and start at the first step"
         )
+    if isinstance(source, Checkpoint) and step and world.is_rank0 and not config.training.skip_train:
+        check_same_options(source, config)
     return step, consumed
 
 
@@ -439,7 +450,11 @@ def _engine(
         engine.restore(memory.load(engine.partition, world), memory.step, **progress_of(memory.manifest))
         return engine
     if checkpoint is not None:
-        check_same_model(checkpoint, family, resumes=not config.run.finetune)
+        stored = named_as(checkpoint.manifest["model"], config.model.family)
+        extended = keys_of_extension(config, stored)
+        check_same_model(checkpoint, family, resumes=not config.run.finetune, may_change=extended)
+        if world.is_rank0 and (changes := extension_text(stored, family.manifest(), extended)):
+            print_message(f"extends the context of the checkpoint: {changes}")
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
     engine = Engine(
         family, settings, initial_partition(config, family, topology), world, _emulated_profiler(config, world, family)

@@ -282,7 +282,8 @@ def test_compressed_run_resumes_with_the_same_bits(tmp_path):
         "bit for bit only for the same sequence of plans"
     )
     # Other numbers of processes take the weights, and begin without memories
-    train(data, tmp_path / "other", 2, *FLAGS[:4], load=str(tmp_path / "stopped/checkpoints/step-00000004"), **options)
+    options |= {"load": str(tmp_path / "stopped/checkpoints/step-00000004")}
+    train(data, tmp_path / "other", 2, *FLAGS[:4], "--allow-changed-options", **options)
     assert max(figures(tmp_path / "other")) == 8
 
 

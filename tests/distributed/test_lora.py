@@ -310,7 +310,7 @@ def test_checkpoint_of_other_adapters_is_refused(tuned, tmp_path, extra, words):
     flags = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", value)]
     shape = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"]
     sizes = ["--micro-batch-size", "2", "--global-batch-size", "16", "--lr", "1e-3", "--vocab-size", "97"]
-    run = ["--run-dir", str(tmp_path / "run"), "--load", str(tuned)]
+    run = ["--run-dir", str(tmp_path / "run"), "--load", str(tuned), "--allow-changed-options"]
     code, text = run_command(["pretrain", "gpt", "--mock-data", *shape, *sizes, *flags, *run, *extra])
     assert code == 2
     assert words in text

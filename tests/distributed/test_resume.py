@@ -37,6 +37,11 @@ def test_new_run_starts_from_a_step_of_another(whole):
     train(data, folder / "child", 1, load=str(parent))
     assert figures(folder / "child") == {step: value for step, value in expected.items() if step > 9}
     assert tensors(folder / "child", 24) == weights
+    line = arguments(data, folder / "other", load=str(parent), seed="7")
+    [(code, printed)] = run_workers(run_command, 1, line, joins=False)
+    assert code == 2
+    assert "--seed is 1234 there, 7 here" in printed
+    assert "--allow-changed-options" in printed
 
 
 @pytest.mark.complete
@@ -161,7 +166,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_exits(whole):
 
 def test_load_without_a_checkpoint_warns_and_starts(whole, tmp_path):
     _, data, expected, _ = whole
-    done = train(data, tmp_path / "fresh", 1, load=str(tmp_path / "missing"), train_iters="3", lr_decay_iters="24")
+    done = train(data, tmp_path / "fresh", 1, load=str(tmp_path / "fresh"), train_iters="3", lr_decay_iters="24")
     assert "warning: no checkpoint in" in done
     assert figures(tmp_path / "fresh") == {step: expected[step] for step in (1, 2, 3)}
 

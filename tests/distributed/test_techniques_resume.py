@@ -29,14 +29,6 @@ def test_invalid_sparse_table_is_an_error(data, tmp_path, text):
     assert "Traceback" not in talk
 
 
-def test_checkpoint_of_another_technique_is_an_error(data, tmp_path):
-    train(data, tmp_path / "run", 1, **SHORT, mod_capacity="0.5", exit_interval="2")
-    line = arguments(data, tmp_path / "other", **SHORT, mod_capacity="0.25", load=str(tmp_path / "run"))
-    [(code, talk)] = run_workers(run_command, 1, line, joins=False)
-    assert code == 2
-    assert "x_dynamic" in talk
-
-
 def test_profile_has_the_tokens_of_each_expert(data, tmp_path, monkeypatch, capsys):
     options = SHORT | {"num_experts": "4", "moe_router_topk": "1", "exit_interval": "4"}
     train(data, tmp_path / "run", 1, "--moe-router-pre-softmax", **options)

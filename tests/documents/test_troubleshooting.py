@@ -43,6 +43,8 @@ PROVOKED = {
     f"{MOCK} --run-dir run": None,
     f"{MOCK} --run-dir run ": "already contains a run",
     f"{MOCK} --run-dir run --load run --hidden-size 32": "is a checkpoint of another model",
+    f"{MOCK} --run-dir run --load run --seed 7": "is of a run with other options",
+    f"{MOCK} --load absent": "does not exist; give the path of a checkpoint",
     f"{MOCK} --run-dir /proc/absent": "cannot write the run directory",
     f"{MOCK} --device cuda": "has no CUDA support here",
     f"{MOCK} --seq-length 200000 --max-position-embeddings 200000": "ran out of memory",
@@ -64,6 +66,8 @@ PROVOKED = {
 # What needs a second machine, a device or a disk that fails: these stand in the source, and have tests of their own.
 IN_SOURCE = (
     "finds no CUDA device",
+    "is not the run directory of rank 0",
+    "cannot be resolved",
     "cannot open the rendezvous store at",
     "which hosts the rendezvous; launch again",
     "joining again",

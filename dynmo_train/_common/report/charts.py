@@ -459,7 +459,7 @@ def bubble(runs: Sequence[RunData], labels: Sequence[str], marks: Sequence[Seque
     title = "Bubble"
     measured = [(run, label) for run, label in zip(runs, labels, strict=True) if len(run.bubble)]
     if not measured:
-        return Note(title=title, text="The bubble is unknown: the profile has no busy time of workers.")
+        return Note(title=title, text="No bubble: one pipeline rank, or a profile without busy times of workers.")
     text = "Share of the workers' time without arithmetic: waiting, communication and the update of weights."
     series = [
         (label or "bubble", run.bubble, "share", {"zero": True, "color": at})

@@ -92,7 +92,7 @@ class RunData:
         loads: the same of each stage.
         workers: ids of all workers in the order of their first header; released ones included.
         memory: peak memory of each of ``workers``, in bytes.
-        bubble: share of the workers' time without arithmetic.
+        bubble: share of the workers' time without arithmetic; empty with one worker.
         num_workers: workers with a stage.
         active: first step of each active plan, recorded or not, and its number, in order.
         partitions: the plans of the run, by number.
@@ -206,7 +206,8 @@ class RunData:
                 peaks[position] = value
             self.memory.add(step, peaks)
         busy = [value for value in record["busy_ns"] if value is not None]
-        if step_ns and busy and len(busy) == len(record["busy_ns"]):
+        # One pipeline rank waits for no other: the rest of its step is optimizer, data and logs.
+        if step_ns and len(busy) == len(record["busy_ns"]) > 1:
             self.bubble.add(step, max(0.0, 1 - sum(busy) / len(busy) / step_ns))
 
     def _first_step(self, plan_id: int, before: int, step: int) -> int:

@@ -11,10 +11,12 @@ from typing import Any
 from ...config.compat.flag import CompatFlag
 from ...config.compat.flags import FLAGS
 from ...config.compat.megatron_model import COMBINED_FLAGS
+from ...config.compat.project_defaults import project_defaults, torchtitan_defaults
 from ...config.compat.translate import (
     MULTI_WORD_FLAGS,
     TranslatedCommand,
     declared_name,
+    flag_name,
     is_flag,
     translate,
     values_after,
@@ -223,7 +225,7 @@ def read_torchtitan(document: Mapping[str, Any]) -> ScriptCommand:
 
 @dataclass(frozen=True)
 class FlagMeaning:
-    """The meaning of a flag of a script. ``kind``: same, becomes, ignored, refused or unknown."""
+    """The meaning of a flag of a script. ``kind``: same, becomes, ignored, refused, unknown, or default: not given."""
 
     flag: str
     values: tuple[str, ...]
@@ -242,7 +244,7 @@ def _flags(
         at += 1
         if not is_flag(flag):
             continue
-        name, known = declared_name(flag, declared, table), table.get(flag)
+        name, known = declared_name(flag, declared, table), table.get(flag_name(flag, table))
         count = MULTI_WORD_FLAGS.get(name, declared[name]) if name in declared else known.num_values if known else None
         values, at = ([value], at) if equals else values_after(arguments, at, count)
         flags.append((flag, tuple(values)))
@@ -272,6 +274,37 @@ def _combined_meaning(flag: str, values: tuple[str, ...], whole: TranslatedComma
     return FlagMeaning(flag, values, "becomes", "; ".join([" ".join(known.arguments), *filter(None, [known.reason])]))
 
 
+def _option_values(words: Sequence[str]) -> dict[str, str]:
+    """Option name to the text of its value, from the arguments of a translated command."""
+    return {
+        word.partition("=")[0][2:].replace("-", "_"): word.partition("=")[2] or "".join(words[at + 1 : at + 2])
+        for at, word in enumerate(words)
+        if word.startswith("--")
+    }
+
+
+def _defaults(command: ScriptCommand, family: str, translated: Sequence[str]) -> list[FlagMeaning]:
+    """The defaults of the project of a program that trains, where ours differ and the command has no value.
+
+    Args:
+        command: command of a script.
+        family: its model family.
+        translated: its arguments as ours.
+    """
+    if not command.equivalent.startswith("dynmo-train pretrain") or command.program == BRIDGE_PROGRAM:
+        return []
+    if command.program != TORCHTITAN_PROGRAM:
+        program = command.program.rpartition("/")[2]
+        found = project_defaults(program, family, command.arguments)
+        return [FlagMeaning(one.words[0], one.words[1:], "default", one.reason or one.project) for one in found]
+    # The world size is not known; several processes shard by default.
+    values = torchtitan_defaults(command.arguments, _option_values(translated), family, processes=2)
+    return [
+        FlagMeaning(f"--{name.replace('_', '-')}", () if value is True else (str(value),), "default", "torchtitan")
+        for name, value in values.items()
+    ]
+
+
 def explain(
     command: ScriptCommand,
     declared: Mapping[str, int],
@@ -295,11 +328,12 @@ def explain(
             alias = "" if name == flag else f"{name}: "
             meanings.append(FlagMeaning(flag, values, "same", alias + helps.get(name, "")))
             continue
-        if flag not in table:
+        name = flag_name(flag, table)
+        if name not in table:
             meanings.append(FlagMeaning(flag, values, "unknown", f"{command.equivalent} has no such flag"))
             continue
-        if table[flag] is COMBINED_FLAGS.get(flag):
-            meanings.append(_combined_meaning(flag, values, whole))
+        if table[name] is COMBINED_FLAGS.get(name):
+            meanings.append(_combined_meaning(name, values, whole))
             continue
         translation = translate([flag, *values], family, declared, table)
         if translation.problems:
@@ -308,4 +342,4 @@ def explain(
             meanings.append(FlagMeaning(flag, values, "ignored", translation.notes[0].partition(": ")[2]))
         else:
             meanings.append(FlagMeaning(flag, values, "becomes", " ".join(translation.arguments)))
-    return meanings
+    return meanings + _defaults(command, family, whole.arguments)

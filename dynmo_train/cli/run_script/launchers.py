@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..published_scripts import find
 from .program_words import RefusedProgram as _Refused
-from .program_words import converter_words, decoder_words, harness_words
+from .program_words import converter_words, harness_words, model_words, task_words
 
 OWN_PROGRAMS = ("dynmo-train", "dynmo-prep", "dynmo-plan", "dynmo-ckpt")
 # Programs of Megatron that this project has no model or command for.
@@ -28,7 +28,6 @@ UNSUPPORTED_PROGRAMS: Mapping[str, str] = {
     "pretrain_retro.py": "RETRO is not supported; train with pretrain_gpt.py",
     "train_rl.py": "reinforcement learning is not supported; train with pretrain_gpt.py",
 }
-ENCODER_PROGRAMS = frozenset({"pretrain_bert.py", "pretrain_ict.py", "pretrain_t5.py"})
 _PREFIXES = frozenset({"nohup", "time", "exec", "stdbuf", "unbuffer", "command"})
 _SHELLS = frozenset({"bash", "sh"})
 
@@ -475,34 +474,12 @@ def _command_words(name: str, equivalent: str, arguments: list[str], notes: list
         return ["dynmo-train", "evaluate", "lm-eval"], harness_words(arguments, notes)
     if name.startswith("convert_megatron_"):
         return equivalent.split(), converter_words(arguments, notes)
-    if name == "pretrain_gpt.py":
-        return equivalent.split(), decoder_words(arguments, notes)
-    if name in ENCODER_PROGRAMS:
-        return equivalent.split(), _with_fused_activation(arguments, notes)
-    return equivalent.split(), arguments
-
-
-def _with_fused_activation(arguments: list[str], notes: list[str]) -> list[str]:
-    """The arguments of Megatron's BERT, ICT and T5, whose fused kernel of bias and GELU has the tanh form.
-
-    Without the command of Megatron these families have the exact form, as in transformers.
-
-    Args:
-        arguments: arguments of the program.
-        notes: notes for the user, which this extends.
-
-    Raises:
-        _Refused: relative positions, which are those of another T5 here.
-    """
-    names = {word.partition("=")[0] for word in arguments}
-    if "relative" in " ".join(arguments).replace("=", " ").split() and "--position-embedding-type" in names:
-        raise _Refused(
-            "--position-embedding-type relative is T5 with ReLU and RMSNorm here, unlike Megatron-LM's; use learned"
-        )
-    if names & {"--activation", "--no-bias-gelu-fusion", "--openai-gelu"}:
-        return arguments
-    notes.append("--activation gelu_tanh: the function of Megatron-LM's fused kernel of bias and GELU")
-    return ["--activation", "gelu_tanh", *arguments]
+    command = equivalent.split()
+    if command[1:2] == ["pretrain"]:
+        return command, model_words(name, command[2], arguments, notes)
+    if equivalent == "dynmo-train tasks":
+        return command, task_words(arguments, notes)
+    return command, arguments
 
 
 def _own_command(name: str, arguments: list[str], environment: dict[str, str]) -> OurCommand | str:

@@ -1,4 +1,4 @@
-"""Arguments of programs whose equivalents take others: harness, converter of transformers, Megatron-LM's experts."""
+"""Arguments of programs whose equivalents take others: training, harness, converter of transformers."""
 
 from __future__ import annotations
 
@@ -6,43 +6,55 @@ import itertools
 from collections.abc import Sequence
 
 from ..._common.errors import UsageError
+from ...config.compat.project_defaults import PLACEMENT, flag_names, project_defaults, without_effect_on_experts
 from ...config.compat.translate import is_flag, values_after
+from ..tasks import FINE_TUNED, split_task
 
 
 class RefusedProgram(UsageError):
     """A word of a launcher or program is not supported."""
 
 
-# Flags of models whose router has no bias: those without biases, and those of Megatron-DeepSpeed's gate.
-_WITHOUT_ROUTER_BIAS = frozenset(
-    {
-        *("--disable-bias-linear", "--no-add-bias-linear", "--moe-router-bias", "--no-moe-router-bias", "--deepspeed"),
-        *("--topk", "--expert-interval", "--moe-loss-coeff", "--moe-train-capacity-factor", "--create-moe-param-group"),
-    }
-)
-
-
-def decoder_words(arguments: list[str], notes: list[str]) -> list[str]:
-    """Arguments of Megatron-LM's decoder, whose router has a bias where its linear layers have one.
-
-    Source: ``Router`` of megatron-core, ``transformer/moe/router.py``. Here a router has a bias by its own option.
+def model_words(program: str, family: str, arguments: list[str], notes: list[str]) -> list[str]:
+    """Arguments of a program that trains, with the defaults of its project that they leave out.
 
     Args:
+        program: file name of the program.
+        family: model family.
         arguments: arguments of the program.
         notes: notes for the user, which this extends.
 
     Raises:
-        RefusedProgram: latents that are not normalized.
+        RefusedProgram: latents that are not normalized, or relative positions, which are those of another T5 here.
     """
-    names = {word.partition("=")[0] for word in arguments}
-    if "--multi-latent-attention" in names and "--qk-layernorm" not in names:
+    names = flag_names(arguments)
+    if family == "gpt" and "--multi-latent-attention" in names and "--qk-layernorm" not in names:
         raise RefusedProgram(
             "without --qk-layernorm the latents of --multi-latent-attention have no norms: not supported; add it"
         )
-    if "--num-experts" not in names or names & _WITHOUT_ROUTER_BIAS:
+    if family == "t5" and "relative" in " ".join(arguments).replace("=", " ").split():
+        raise RefusedProgram(
+            "--position-embedding-type relative is T5 with ReLU and RMSNorm here, unlike Megatron-LM's; use learned"
+        )
+    defaults = project_defaults(program, family, arguments)
+    notes += [default.note for default in defaults]
+    words = [word for default in defaults for word in default.words]
+    return [*words, *without_effect_on_experts(arguments, notes)]
+
+
+def task_words(arguments: list[str], notes: list[str]) -> list[str]:
+    """Arguments of Megatron-LM's ``tasks/main.py``, which fine-tunes with replicas by default.
+
+    Args:
+        arguments: arguments of the program.
+        notes: notes for the user, which this extends.
+    """
+    task, _ = split_task(arguments)
+    if task not in FINE_TUNED:
         return arguments
-    notes.append("--moe-router-bias: the router of Megatron-LM has a bias without --disable-bias-linear")
-    return ["--moe-router-bias", *arguments]
+    defaults = [one for one in project_defaults("main.py", "bert", arguments) if one.words[0] in PLACEMENT]
+    notes += [default.note for default in defaults]
+    return [*arguments, *(word for default in defaults for word in default.words)]
 
 
 def _pairs(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:

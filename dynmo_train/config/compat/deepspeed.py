@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ _PACE = {
     "difficulty_step": "curriculum_multiple",
     "root_degree": "curriculum_root_degree",
 }
+# Defaults of DeepSpeed that differ from ours: gradients are clipped and scaled by its file alone.
+_NO_CLIPPING, _INITIAL_SCALE = {"clip_grad": 0.0}, {"initial_loss_scale": 2.0**16}
 # Sections that change the training and are not supported -> what to do instead; without "enabled" they are off.
 _REFUSED = {
     "scheduler": "use --lr-decay-style, --lr-warmup-iters, --lr-decay-iters and --min-lr, and remove the section",
@@ -76,11 +78,19 @@ _ZERO_REFUSED = {
 
 @dataclass(frozen=True)
 class DeepSpeedOptions:
-    """Contents of a DeepSpeed file: option name to value, ignored keys, and unsupported settings."""
+    """Contents of a DeepSpeed file.
+
+    Attributes:
+        values: option name to value.
+        ignored: keys without effect.
+        problems: unsupported settings.
+        defaults: option name to DeepSpeed's default where it differs from ours, of options that the file leaves out.
+    """
 
     values: Mapping[str, Any]
     ignored: tuple[str, ...]
     problems: tuple[Problem, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_deepspeed(document: Mapping[str, Any]) -> DeepSpeedOptions:
@@ -114,7 +124,10 @@ def parse_deepspeed(document: Mapping[str, Any]) -> DeepSpeedOptions:
         else:
             ignored.append(key)
     given = {name: value for name, value in values.items() if value != "auto"}
-    return DeepSpeedOptions(given, tuple(ignored), tuple(problems))
+    defaults = _NO_CLIPPING | (_INITIAL_SCALE if given.get("fp16") and "loss_scale" not in given else {})
+    # ``auto`` is the value of another option.
+    defaults = {name: value for name, value in defaults.items() if name not in values}
+    return DeepSpeedOptions(given, tuple(ignored), tuple(problems), defaults)
 
 
 Found = Iterator[tuple[str, Any]]

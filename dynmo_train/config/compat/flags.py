@@ -1,6 +1,7 @@
 """Flags of other projects that this package does not declare: each becomes other arguments, is ignored or is refused.
 
-``FLAGS`` has those of Megatron-LM, Megatron-DeepSpeed and Optimus-CC, and torchtitan's (``--training.seq_len``).
+``FLAGS`` has those of Megatron-LM, Megatron-DeepSpeed and Optimus-CC, of the Hugging Face Trainer, and torchtitan's
+(``--training.seq_len``).
 Options that this package declares under the same name need no entry. ``cli/FLAGS.md`` is generated from this table.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .flag import CompatFlag, becomes, ignored, refused
+from .hugging_face import HUGGING_FACE_FLAGS
 from .megatron_flags import MEGATRON_FLAGS
 from .megatron_model import COMBINED_FLAGS
 from .torchtitan import TORCHTITAN
@@ -38,6 +40,7 @@ _PERPLEXITY = "not supported: run dynmo-train evaluate wikitext for each checkpo
 
 FLAGS: Mapping[str, CompatFlag] = {
     **MEGATRON_FLAGS,
+    **HUGGING_FACE_FLAGS,
     **COMBINED_FLAGS,
     # Older names of Megatron
     "--model-parallel-size": becomes("--tensor-model-parallel-size", values=1),

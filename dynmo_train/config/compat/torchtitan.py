@@ -91,7 +91,7 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "training.batch_size": becomes(
         "--micro-batch-size", values=1, reason="without a pipeline; it is the batch of a replica, with one microbatch"
     ),
-    "training.global_batch_size": becomes("--global-batch-size", values=1, reason="leave out the default, -1"),
+    "training.global_batch_size": becomes("--global-batch-size", values=1, neutral="-1"),
     "training.gradient_accumulation_steps": becomes("--gradient-accumulation-steps", values=1),
     "training.seq_len": becomes("--seq-length", values=1),
     "training.max_norm": becomes("--clip-grad", values=1),
@@ -108,7 +108,12 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "training.dataloader.prefetch_factor": ignored("no effect on results", 1),
     "training.enable_cpu_offload": refused("offloading is not supported: leave it out; --zero-stage shards parameters"),
     "training.dtype": refused("use --bf16, with float32 masters: leave it out", 1, neutral="float32"),
-    "training.mixed_precision_param": refused("use --bf16 for bfloat16, nothing for float32", 1, neutral="float32"),
+    "training.mixed_precision_param": refused(
+        "use --bf16 for bfloat16, nothing for float32",
+        1,
+        neutral="float32",
+        by_value={"bfloat16": becomes("--bf16", values=1, drop_values=True)},
+    ),
     "training.mixed_precision_reduce": ignored("see --accumulate-allreduce-grads-in-fp32", 1),
     "training.gc_freq": ignored("no effect on results", 1),
     "training.gc_debug": ignored("no effect on results"),
@@ -120,7 +125,12 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "parallelism.data_parallel_replicate_degree": becomes(
         "--hsdp", values=1, reason="replicas of the shards of `--zero-stage`; leave it out for replicas alone"
     ),
-    "parallelism.data_parallel_shard_degree": refused("use --zero-stage 3: leave it out", 1, neutral="1"),
+    "parallelism.data_parallel_shard_degree": refused(
+        "use --zero-stage 3, with --hsdp for replicas of the shards: leave it out",
+        1,
+        neutral="1",
+        by_value={"-1": becomes("--zero-stage", "3", values=1, drop_values=True)},
+    ),
     "parallelism.fsdp_reshard_after_forward": refused("always is --zero-stage 3, never is --zero-stage 2", 1),
     "parallelism.tensor_parallel_degree": becomes(
         "--tensor-model-parallel-size", values=1, reason="add `--sequence-parallel`, which torchtitan always uses"

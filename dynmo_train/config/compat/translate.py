@@ -101,6 +101,7 @@ def translate(
             is_joined = flag in MULTI_WORD_FLAGS and len(values) > 1
             translated += [flag, *([" ".join(map(_quoted, values))] if is_joined else values)]
             continue
+        word = flag_name(word, flags)
         known = flags.get(word)
         if known is None:
             translated.append(arguments[at - 1])  # the parser of the command suggests similar names
@@ -182,6 +183,12 @@ def _has_sequence_parallel_alone(words: Sequence[str]) -> bool:
 
 def _remedy(known: CompatFlag) -> str:
     return f"{known.arguments[0]} is not supported: leave it out" if known.kind == "becomes" else known.reason
+
+
+def flag_name(word: str, flags: Mapping[str, CompatFlag]) -> str:
+    """The name of a flag in a table of flags: the same, or with dashes for underscores."""
+    dashed = "--" + word[2:].replace("_", "-")
+    return dashed if word not in flags and dashed in flags else word
 
 
 def declared_name(word: str, declared: Mapping[str, int], flags: Mapping[str, CompatFlag]) -> str:

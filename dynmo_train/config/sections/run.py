@@ -56,7 +56,7 @@ class RunConfig:
         "Take model options that are not given from the checkpoint of --load.", default=False
     )
     exit_on_missing_checkpoint: bool | None = option(
-        "Exit if --load has no checkpoint; none: if any was saved.", default=None
+        "Exit if --load has no checkpoint; none: unless it is --save.", default=None
     )
     cache_dir: str | None = option(
         "Folder of converted checkpoints; none: $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.",
@@ -87,6 +87,9 @@ class RunConfig:
     )
     finetune: bool = option("Load only the weights from --load and start at step 0.", default=False, common=True)
     no_load_optim: bool = option("Do not load the optimizer state from --load.", default=False)
+    allow_changed_options: bool = option(
+        "Resume with other data, seed or techniques than the checkpoint's.", default=False
+    )
     no_load_rng: bool = option(
         "Accepted for compatibility and ignored; checkpoints have no generator state.", default=False
     )

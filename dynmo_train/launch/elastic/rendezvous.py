@@ -18,6 +18,7 @@ empty store, which the other nodes then join.
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 # Seconds that the first round waits for more than the minimum number of nodes.
 FIRST_JOIN_S = 30.0
+# Seconds in which node 0 must be able to resolve its own name.
+OWN_NAME_S = 30.0
 
 
 class RendezvousLostError(DynmoError):
@@ -90,12 +93,49 @@ def _call_with_timeout(action: Callable[[], Any], seconds: float) -> Any:
     return results[0]
 
 
+def wait_for_name(
+    nodes: NodeConfig, seconds: float, resolve: Callable[[str, int], Any] = socket.getaddrinfo, every_s: float = 1.0
+) -> None:
+    """Wait until the name of node 0 can be resolved: a cluster may publish it after the start.
+
+    torch's store would try for minutes, with a warning of many lines each second, and signals would have no effect.
+
+    Args:
+        nodes: this node and the rendezvous.
+        seconds: seconds to wait.
+        resolve: resolves a host and a port.
+        every_s: seconds between attempts.
+
+    Raises:
+        UsageError: it cannot be resolved.
+    """
+    deadline, is_reported = time.monotonic() + seconds, False
+    while True:
+        try:
+            resolve(nodes.master_addr, nodes.master_port)
+            return
+        except (OSError, UnicodeError) as error:
+            problem = getattr(error, "strerror", None) or str(error)
+        if time.monotonic() >= deadline:
+            raise UsageError(
+                f"--master-addr {nodes.master_addr}: cannot be resolved ({problem}); give the address of node 0, or a"
+                " name that the DNS or /etc/hosts of this host has"
+            )
+        if not is_reported:
+            print_message(
+                f"--master-addr {nodes.master_addr}: cannot be resolved ({problem}); waiting up to {seconds:g} s for it"
+            )
+            is_reported = True
+        time.sleep(every_s)
+
+
 def _connect(nodes: NodeConfig, seconds: float) -> Store:
     from torch._C._distributed_c10d import TCPStore
-    from torch.distributed import DistNetworkError
 
     is_leader = nodes.node_rank == 0
-    try:
+    wait_for_name(nodes, min(seconds, OWN_NAME_S) if is_leader else seconds)
+
+    def connect() -> Store:
         return TCPStore(
             nodes.master_addr,
             nodes.master_port,
@@ -103,7 +143,11 @@ def _connect(nodes: NodeConfig, seconds: float) -> Store:
             wait_for_workers=False,
             timeout=timedelta(seconds=seconds),
         )
-    except (DistNetworkError, RuntimeError) as error:
+
+    try:
+        # In a thread: signals have no effect while the main thread is in torch's code.
+        store: Store = _call_with_timeout(connect, seconds + POLL_S)
+    except RuntimeError as error:
         first = str(error).splitlines()[0]
         place = f"{nodes.master_addr}:{nodes.master_port}"
         raise UsageError(
@@ -111,6 +155,7 @@ def _connect(nodes: NodeConfig, seconds: float) -> Store:
             if is_leader
             else f"node {nodes.node_rank} cannot reach node 0 at {place} within {seconds:g} s: {first}"
         ) from error
+    return store
 
 
 class Rendezvous:

@@ -494,10 +494,12 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
 
 GROUPS = ("decay", "no_decay")
 # Fields of the metadata that a manifest has only where they are not empty.
-EXTRA = ("data_position", "class_names", "loss_spikes", "base")
+EXTRA = ("data_position", "class_names", "loss_spikes", "options", "base")
 
 
-def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bool = True) -> None:
+def check_same_model(
+    checkpoint: Checkpoint, family: ModelFamily, *, resumes: bool = True, may_change: Collection[str] = ()
+) -> None:
     """Check that a checkpoint is of the model of this run.
 
     Args:
@@ -505,19 +507,19 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
         family: model of this run.
         resumes: whether the run resumes training, so that the loss coefficients of experts must match too. They may
             differ for a run that loads only weights, and for a converted checkpoint without optimizer state.
+        may_change: keys that may differ, since they do not change weights.
 
     Raises:
         CheckpointError: the models differ; the message lists every difference.
     """
     stored = named_as(checkpoint.manifest["model"], str(family.manifest()["family"]))
     resumes = resumes and checkpoint.manifest.get("optimizer") is not None
+    ignored = {*RECORDS, *may_change, *(() if resumes else TRAINING_KEYS)}
     expected, differences = compare_adapters(stored, family.manifest(), resumes=resumes)
     differences += [
         f"{key} is {short_repr(stored.get(key))} there and {value!r} here{remedy_of(key, stored)}"
         for key, value in expected.items()
-        if stored.get(key, FORMER_VALUES.get(key)) != value
-        and key not in RECORDS
-        and (resumes or key not in TRAINING_KEYS)
+        if stored.get(key, FORMER_VALUES.get(key)) != value and key not in ignored
     ]
     if stored["family"] in CAUSAL:
         # What a run's model does not have it does not state. Its weights would be left out without a message.
@@ -525,10 +527,7 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
         differences += [
             f"{key} is {short_repr(value)} there and not here"
             for key, value in described.items()
-            if key not in expected
-            and not key.startswith("x_")
-            and key not in RECORDS
-            and (resumes or key not in TRAINING_KEYS)
+            if key not in expected and not key.startswith("x_") and key not in ignored
         ]
     if differences:
         raise CheckpointError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(differences)}")

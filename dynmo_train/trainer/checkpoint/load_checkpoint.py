@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,26 +182,44 @@ def _candidates(config: Config, flag: str, path: Path, with_optimizer: bool) -> 
         print_message(f"{flag} {path}: {_loaded_state(manifest, weights_only=config.run.finetune)}")
         return [str(found)]
     if not path.exists() or not has_native_checkpoint(path):
-        _check_may_be_missing(config, flag, path)
+        run = config.run
+        check_may_be_missing(path, (run.run_dir, run.save), is_required=run.exit_on_missing_checkpoint, flag=flag)
         print_message(f"warning: no checkpoint in {path}; training starts from the first step")
         return []
     return [str(each) for each in list_checkpoints(path)]
 
 
-def _check_may_be_missing(config: Config, flag: str, path: Path) -> None:
-    """Raise ``CheckpointError`` if a checkpoint is required, or if a run has lost its checkpoints."""
-    is_required = config.run.exit_on_missing_checkpoint
-    lost = lost_step(path)
-    if is_required is False or (is_required is None and lost is None):
+def check_may_be_missing(
+    path: Path, own: Iterable[str | None], *, is_required: bool | None, flag: str = "--load"
+) -> None:
+    """Check that a run may start without the checkpoint that it was given.
+
+    As in Megatron, a script with the same folder for ``--save`` and ``--load`` starts, and continues later. Another
+    path that was given and is not there is a mistake.
+
+    Args:
+        path: value of the option.
+        own: paths of the run's own directory; None where it is not given.
+        is_required: value of ``--exit-on-missing-checkpoint``.
+        flag: option that names the checkpoint.
+
+    Raises:
+        CheckpointError: a checkpoint is required, another path than the run's own has none, or a run has lost its own.
+    """
+    if is_required is False:
         return
-    if lost is None:
+    if lost := lost_step(path):
         raise CheckpointError(
-            f"{flag} {path}: no checkpoint; --no-exit-on-missing-checkpoint starts from the first step"
+            f"{flag} {path}: no checkpoint, but its logs have {lost:,} steps and saved checkpoints:"
+            f" restore {path / 'checkpoints'}, or give --no-exit-on-missing-checkpoint to start from the first step"
         )
-    raise CheckpointError(
-        f"{flag} {path}: no checkpoint, but its logs have {lost:,} steps and saved checkpoints:"
-        f" restore {path / 'checkpoints'}, or give --no-exit-on-missing-checkpoint to start from the first step"
-    )
+    is_own = any(each is not None and Path(each).resolve() == path.resolve() for each in own)
+    if is_required or (flag == "--load" and not is_own):
+        found = "has no checkpoint" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"{flag} {path}: {found}; give the path of a checkpoint or of a run, or give"
+            " --no-exit-on-missing-checkpoint to start from the first step"
+        )
 
 
 def lost_step(run: Path) -> int | None:
@@ -278,8 +296,8 @@ def checkpoint_to_load(
 ) -> Checkpoint | None:
     """Open the checkpoint of ``--load``, the same on every rank. Every rank calls this.
 
-    Rank 0 searches, and converts a foreign checkpoint. As in Megatron, a path without a checkpoint is not an error,
-    unless a run has lost its checkpoints.
+    Rank 0 searches, and converts a foreign checkpoint. As in Megatron, the run's own directory may lack a checkpoint,
+    unless it has lost its checkpoints.
 
     Args:
         config: configuration of the run.
@@ -294,7 +312,8 @@ def checkpoint_to_load(
         The checkpoint; None without one.
 
     Raises:
-        CheckpointError: on every rank, if all checkpoints are damaged or the path cannot be converted.
+        CheckpointError: on every rank, if there is none in another place than the run's own, all are damaged, or the
+            path cannot be converted.
     """
     place = place or config.run.load
     found: list[str] = []

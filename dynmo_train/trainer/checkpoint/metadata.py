@@ -37,6 +37,7 @@ class CheckpointMetadata:
         class_names: class names of a classifier, in the order of its logits.
         moments: whether the optimizer state is stored.
         loss_spikes: losses of the last steps and skipped samples; empty without.
+        options: option name to value of what the run is made of; see ``run_options``.
         base: directory and digest of the checkpoint whose weights are not stored again; empty where all are stored.
     """
 
@@ -52,4 +53,5 @@ class CheckpointMetadata:
     class_names: tuple[str, ...] = ()
     moments: bool = True
     loss_spikes: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
     base: Mapping[str, str] = field(default_factory=dict)

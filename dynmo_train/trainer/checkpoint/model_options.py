@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Collection, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ...config.schema import ModelConfig
 from ...data.tokenizer import FOLDER_NAMES, TokenizerFiles
 from ...formats.checkpoint import CheckpointError, find_checkpoint, open_checkpoint
 from ...launch.find_command import program_path
+from ...models.experts.moe_dispatch import PROBS
 from ...models.experts.moe_shape import SINKHORN, TOPK, MoeShape
 from ...models.families.bert import BertShape
 from ...models.families.decoder import DecoderShape
@@ -33,13 +34,29 @@ from ...models.families.ict import IctShape
 from ...models.families.t5 import T5Shape
 from ...models.registry import CAUSAL
 from .load_checkpoint import foreign_kind, has_native_checkpoint
+from .model_keys import TRAINING_KEYS, WITHOUT_WEIGHTS
 
 TOKENIZER_OPTIONS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+# What belongs to the training, not to the model: a checkpoint of the Hub has its author's.
+_TRAINING_NAMES = frozenset({*TRAINING_KEYS, "moe_expert_capacity_factor"})
 # The options that describe a model.
-NAMES = frozenset(each.name for each in fields(ModelConfig))
+NAMES = frozenset(each.name for each in fields(ModelConfig)) - _TRAINING_NAMES
 
 
-def checkpoint_options(path: Path, family: str, given: Collection[str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Options of the checkpoint of a run.
+
+    Attributes:
+        values: option name to value, of the model and of the tokenizer.
+        of_training: the options of the training that the checkpoint records, which are not taken, as text.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    of_training: tuple[str, ...] = ()
+
+
+def checkpoint_options(path: Path, family: str, given: Mapping[str, Any]) -> CheckpointOptions:
     """The options of the model and of the tokenizer in the newest checkpoint at ``path``; empty where there is none.
 
     A checkpoint of another project is not converted: ``dynmo-ckpt info`` reads its configuration only.
@@ -47,8 +64,8 @@ def checkpoint_options(path: Path, family: str, given: Collection[str]) -> dict[
     Args:
         path: value of ``--load``.
         family: family of the run.
-        given: names of the options that the run has; if one of them names a tokenizer, that of the checkpoint is left
-            out.
+        given: option name to value of the options that the run has. If one of them names a tokenizer, that of the
+            checkpoint is left out; so is the number of its positions for longer samples, if positions have no weights.
 
     Raises:
         UsageError: the checkpoint cannot be read or is of another family, or ``dynmo-ckpt`` is not installed.
@@ -62,14 +79,24 @@ def checkpoint_options(path: Path, family: str, given: Collection[str]) -> dict[
     elif kind := foreign_kind(path):
         model, folder = _foreign_model(path, kind), path
     else:
-        return {}
+        return CheckpointOptions()
     stored = model["family"]
     # The names of decoders are interchangeable: all of their options are stated.
     if stored != family and {stored, family} - set(CAUSAL):
         raise UsageError(f"--use-checkpoint-args: {path} is a {stored}: give pretrain {stored}")
     has_tokenizer = any(name in given for name in TOKENIZER_OPTIONS)
     tokenizer = {} if has_tokenizer else _tokenizer_options(folder)
-    return {**model_options(model), **(_dropout(model) if stored != family else {}), **tokenizer}
+    values = {**model_options(model), **(_dropout(model) if stored != family else {}), **tokenizer}
+    is_free = values.get("position_embedding_type") in WITHOUT_WEIGHTS
+    if is_free and (given.get("seq_length") or 0) > values["max_position_embeddings"]:
+        del values["max_position_embeddings"]
+    return CheckpointOptions(values, training_options(model))
+
+
+def training_options(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """The options of the training that the description of a model has."""
+    stated = ((flag, model.get(key)) for key, flag in TRAINING_KEYS.items())
+    return tuple(f"{flag} {value}" for flag, value in stated if value not in (None, 0, PROBS))
 
 
 def _dropout(model: Mapping[str, Any]) -> dict[str, float]:
@@ -111,7 +138,8 @@ def _foreign_model(path: Path, kind: str) -> Mapping[str, Any]:
 def model_options(model: Mapping[str, Any]) -> dict[str, Any]:
     """The option values, by name, of a run whose model has the description ``model``.
 
-    The length of samples, dropout and the initial weights are not stored, nor are options of dynamic techniques.
+    The length of samples, dropout and the initial weights are not stored, nor are options of dynamic techniques. What
+    belongs to the training of experts (``TRAINING_KEYS``) is not taken.
 
     Args:
         model: the ``model`` object of a manifest.
@@ -199,20 +227,12 @@ def _decoder(shape: DecoderShape) -> dict[str, Any]:
 
 
 def _experts(moe: MoeShape) -> dict[str, Any]:
-    coefficients = {
-        "aux_loss": moe.aux_loss_coeff,
-        "seq_aux_loss": moe.seq_aux_loss_coeff,
-        "global_aux_loss": moe.global_aux_loss_coeff,
-    }
-    losses = {name: value for name, value in coefficients.items() if value} or {"aux_loss": 0.0}
-    if moe.routing == SINKHORN:
-        losses = {SINKHORN: 0.0}
+    # The balance of the logits is a part of the choice; the losses belong to the training.
+    sinkhorn = {"moe_router_load_balancing_type": SINKHORN} if moe.routing == SINKHORN else {}
     return {
         "moe_router_topk": moe.top_k,
         "moe_routing": TOPK if moe.routing == SINKHORN else moe.routing,
-        "moe_router_load_balancing_type": " ".join(losses),
-        "moe_aux_loss_coeff": " ".join(str(value) for value in losses.values()),
-        "moe_expert_capacity_factor": moe.capacity_factor,
+        **sinkhorn,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
         "moe_shared_expert_gate": moe.shared_gate,
         "moe_layer_freq": "1" if moe.layers is None else str(list(moe.layers)).replace(" ", ""),

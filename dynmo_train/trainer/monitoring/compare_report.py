@@ -68,6 +68,8 @@ def _fits(record: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
 def _verdict(result: Comparison) -> tuple[str, str]:
     if result.identical:
         return "equal", "bit for bit, in all common steps"
+    if result.losses is None:
+        return "equal", f"gradient norms differ, first at step {result.first_difference:,}"
     return "differ", f"first at step {result.first_difference:,}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,19 @@ from typing import Any
 from ..._common.document import UnreadableError
 from ..._common.errors import UsageError
 from ..._common.log_parts import part_paths, read_part_records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How a quantity of two runs differs.
+
+    Attributes:
+        first: first step with a difference.
+        largest: largest difference, relative to the larger value; infinite where one of two is missing or not finite.
+    """
+
+    first: int
+    largest: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +36,13 @@ class Comparison:
         identical: whether loss and gradient norm of all common steps, and all validation losses, are equal bit for
             bit.
         first_difference: first step with a difference; None without any.
-        largest_difference: largest difference of a loss or gradient norm, relative to the larger value; infinite where
-            one of two is missing or not finite.
+        largest_difference: largest difference of a loss or gradient norm; infinite as in ``Difference``.
+        losses: difference of training and validation losses; None where they are equal bit for bit.
+        norms: difference of gradient norms; None where they are equal bit for bit.
         loss_first: loss of the second run at the first common step.
         loss_last: loss of the second run at the last common step.
+        first_losses: loss of each run at the first common step.
+        last_losses: loss of each run at the last common step.
         validation_first: first validation loss of the second run; None without evaluation.
         validation_last: last validation loss of the second run; None without evaluation.
         step_ms: mean step time of each run over the common steps without the first, a warm-up.
@@ -42,8 +59,12 @@ class Comparison:
     identical: bool
     first_difference: int | None
     largest_difference: float
+    losses: Difference | None
+    norms: Difference | None
     loss_first: float
     loss_last: float
+    first_losses: tuple[float, float]
+    last_losses: tuple[float, float]
     validation_first: float | None
     validation_last: float | None
     step_ms: tuple[float, float]
@@ -56,9 +77,22 @@ class Comparison:
     tokens_per_s: float
 
     def document(self) -> dict[str, Any]:
-        """The comparison as a JSON document; ``largest_difference`` is null where it is infinite."""
+        """The comparison as a JSON document; a difference is null where it is infinite."""
         largest = self.largest_difference
-        return asdict(self) | {"largest_difference": largest if math.isfinite(largest) else None}
+        found = asdict(self) | {"largest_difference": largest if math.isfinite(largest) else None}
+        for name in ("losses", "norms"):
+            if found[name] is not None and not math.isfinite(found[name]["largest"]):
+                found[name]["largest"] = None
+        return found
+
+    @property
+    def verdict(self) -> str:
+        """Whether losses and gradient norms are equal, as a line of text."""
+        if self.identical:
+            return "losses bit-identical"
+        losses = "bit-identical" if self.losses is None else f"differ ({_text(self.losses)})"
+        norms = "" if self.norms is None else f"; gradient norms differ ({_text(self.norms)})"
+        return f"losses {losses}{norms}"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -102,10 +136,14 @@ def compare_runs(first: Path, second: Path) -> Comparison:
         count = f"{len(common)} step{'' if len(common) == 1 else 's'}"
         raise UsageError(f"{first} and {second} have {count} in common; two or more are needed to compare")
     # Equality of floats on purpose: a placement must not change any bit. JSON holds the shortest exact text of each.
-    keys = ("lm_loss", "grad_norm")
-    pairs = [(step, trained[0][step].get(key), trained[1][step].get(key)) for step in common for key in keys]
-    pairs += [(step, validated[0][step], validated[1][step]) for step in set(validated[0]) & set(validated[1])]
-    different = [(step, _relative(one, other)) for step, one, other in pairs if one != other]
+    pairs = {
+        key: [(step, trained[0][step].get(key), trained[1][step].get(key)) for step in common]
+        for key in ("lm_loss", "grad_norm")
+    }
+    validation_steps = set(validated[0]) & set(validated[1])
+    pairs["lm_loss"] += [(step, validated[0][step], validated[1][step]) for step in validation_steps]
+    loss_difference, norm_difference = _difference(pairs["lm_loss"]), _difference(pairs["grad_norm"])
+    different = [one for one in (loss_difference, norm_difference) if one is not None]
     migrations = [_moves(run) for run in (first, second)]
     # The pipeline is rebuilt in the first step after a migration.
     steady_from = max(common[0], *(last + 1 for _, _, last in migrations))
@@ -113,15 +151,19 @@ def compare_runs(first: Path, second: Path) -> Comparison:
     # The mean contains the pauses of migrations; the median shows the steady state without outliers.
     means = [statistics.fmean(run[step]["step_ns"] for step in common[1:]) / 1e6 for run in trained]
     tails = [statistics.median(run[step]["step_ns"] for step in tail) / 1e6 for run in trained]
-    losses = [trained[1][step]["lm_loss"] for step in common]
+    losses = [tuple(run[step]["lm_loss"] for run in trained) for step in (common[0], common[-1])]
     validation = [validated[1][step] for step in sorted(validated[1])]
     return Comparison(
         steps=len(common),
         identical=not different,
-        first_difference=min((step for step, _ in different), default=None),
-        largest_difference=max((size for _, size in different), default=0.0),
-        loss_first=losses[0],
-        loss_last=losses[-1],
+        first_difference=min((one.first for one in different), default=None),
+        largest_difference=max((one.largest for one in different), default=0.0),
+        losses=loss_difference,
+        norms=norm_difference,
+        loss_first=losses[0][1],
+        loss_last=losses[1][1],
+        first_losses=(losses[0][0], losses[0][1]),
+        last_losses=(losses[1][0], losses[1][1]),
         validation_first=validation[0] if validation else None,
         validation_last=validation[-1] if validation else None,
         step_ms=(means[0], means[1]),
@@ -135,6 +177,18 @@ def compare_runs(first: Path, second: Path) -> Comparison:
     )
 
 
+def _difference(values: Sequence[tuple[int, float | None, float | None]]) -> Difference | None:
+    """The difference of (step, value of the first run, value of the second run); None where all are equal."""
+    different = [(step, _relative(one, other)) for step, one, other in values if one != other]
+    if not different:
+        return None
+    return Difference(first=min(step for step, _ in different), largest=max(size for _, size in different))
+
+
+def _text(difference: Difference) -> str:
+    return f"at most {difference.largest:.1e} relative; first at step {difference.first}"
+
+
 def _relative(one: float | None, other: float | None) -> float:
     """The difference of two values, relative to the larger one."""
     if one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
@@ -145,10 +199,14 @@ def _relative(one: float | None, other: float | None) -> float:
 def comparison_rows(result: Comparison) -> list[tuple[str, str, str]]:
     """The comparison as table rows: label, first run, second run."""
 
-    def pair(values: tuple[float, float], form: str) -> tuple[str, str]:
-        return format(values[0], form), format(values[1], form)
+    def pair(values: tuple[float | None, float | None], form: str) -> tuple[str, str]:
+        # A loss that was not finite is null.
+        first, second = ("-" if value is None else format(value, form) for value in values)
+        return first, second
 
     return [
+        ("first common loss", *pair(result.first_losses, ".6f")),
+        ("last common loss", *pair(result.last_losses, ".6f")),
         ("mean step time (ms)", *pair(result.step_ms, ".1f")),
         (f"median step time after step {result.steady_from} (ms)", *pair(result.steady_ms, ".1f")),
         ("items moved", *pair(result.moves, "d")),

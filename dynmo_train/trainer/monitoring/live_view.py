@@ -106,6 +106,8 @@ def state(status: RunStatus) -> str:
     """What the run does, in a word or two."""
     if status.is_done:
         return "done"
+    if status.exit_code is not None:
+        return f"stopped (exit code {status.exit_code})"
     if status.step == 0:
         return "starting"
     limit = max(IDLE_S, IDLE_STEPS * (status.step_ms or 0.0) / 1e3)
@@ -114,13 +116,21 @@ def state(status: RunStatus) -> str:
     return "running"
 
 
+def time_left(status: RunStatus) -> str:
+    """The time of the remaining steps, after a comma; empty unless the run is running."""
+    if status.time_left_s is None or state(status) != "running":
+        return ""
+    return f", {duration(status.time_left_s)} left"
+
+
 def rate_parts(status: RunStatus) -> list[str]:
-    """Throughput, step time, MFU where it is known, and bubble."""
+    """Throughput, step time, bubble of several pipeline ranks, and MFU where it is known."""
     parts = [
         number(status.tokens_per_s, ",.0f", " tokens/s"),
         number(status.step_ms, ",.1f", " ms/step"),
-        f"bubble {number(status.bubble, '.1%')}",
     ]
+    if len(status.workers) != 1:
+        parts.append(f"bubble {number(status.bubble, '.1%')}")
     return parts if status.mfu is None else [*parts, f"MFU {status.mfu:.1%}"]
 
 
@@ -273,7 +283,7 @@ class LiveView:
         if status.train_iters is None:
             return [head]
         fraction = status.step / max(1, status.train_iters)
-        left = f", {duration(status.time_left_s)} left" if status.time_left_s is not None and not status.is_done else ""
+        left = time_left(status)
         text = f" {fraction:.1%}{left}"
         return [head, Text(bar(fraction, max(1, width - len(text)), ascii_only=self._ascii), style="cyan").append(text)]
 

@@ -17,7 +17,6 @@ from ..._common.errors import UsageError
 from .live_view import (
     LiveView,
     bar,
-    duration,
     event_line,
     fit,
     incident_line,
@@ -25,6 +24,8 @@ from .live_view import (
     migration_line,
     rate_parts,
     sparkline,
+    state,
+    time_left,
     worker_parts,
 )
 from .run_status import RunFollower, RunStatus
@@ -39,9 +40,11 @@ _QUIT = b"qQ\x04"
 def format_status(status: RunStatus, *, ascii_only: bool = False) -> str:
     """The status as plain text; ``ascii_only`` where the output has no block characters."""
     of = f" of {status.train_iters:,}" if status.train_iters is not None else ""
-    left = f", {duration(status.time_left_s)} left" if status.time_left_s is not None and not status.is_done else ""
+    left = time_left(status)
+    stopped = "" if status.exit_code is None else f", {state(status)}"
+    end = ", done" if status.is_done else stopped
     lines = [
-        f"{status.run}: step {status.step:,}{of}{', done' if status.is_done else ''}{left}",
+        f"{status.run}: step {status.step:,}{of}{end}{left}",
         "  ".join(loss_parts(status)),
         "  ".join(rate_parts(status)),
     ]
@@ -199,7 +202,7 @@ def watch(run: Path, interval_s: float, peak_flops_per_s: float | None = None) -
             else:
                 lines = LiveView(status, ascii_only=ascii_only).lines(width, height)
             screen.draw(lines, (width, height))
-            is_over = status is not None and status.is_done
+            is_over = status is not None and status.is_over
             timeout_s = max(0.0, polled + interval_s - time.monotonic())
             is_over = is_over or _wait(descriptors, timeout_s)
     if status is not None:

@@ -528,6 +528,16 @@ class RunLogger:
             record = self.run.event_record(kind, message, step=step, **detail)
             self._write(lambda: append_event(self.run.events, record, self._others))
 
+    def log_stopped(self, step: int, exit_code: int) -> None:
+        """Append a ``stopped`` event to ``events.jsonl``.
+
+        Args:
+            step: number of completed steps, fewer than those of the run.
+            exit_code: exit code of this start.
+        """
+        message = f"stopped with exit code {exit_code} after step {step:,}"
+        self.log_event("stopped", message, step=step, exit_code=exit_code, segment=self.run.segment)
+
     def log_incident(self, incident: Incident) -> None:
         """Append an ``incident`` to ``events.jsonl``."""
         self.log_event("incident", incident.message, step=incident.step, **incident.detail)

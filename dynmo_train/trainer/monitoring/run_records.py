@@ -218,7 +218,10 @@ class ProfileSummary:
 
 @dataclass(kw_only=True)
 class EventsSummary:
-    """What ``events.jsonl`` showed so far; the incidents in all are counted and their losses are summed."""
+    """What ``events.jsonl`` showed so far; the incidents in all are counted and their losses are summed.
+
+    ``stopped`` has segment and exit code of the last start that ended before its last step.
+    """
 
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_EVENTS))
     checkpoint: str | None = None
@@ -226,12 +229,15 @@ class EventsSummary:
     num_incidents: int = 0
     seconds_lost: float = 0.0
     steps_lost: int = 0
+    stopped: tuple[int, int] | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line of the file."""
         self.messages.append(str(line["message"]))
         if line.get("kind") == "checkpoint":
             self.checkpoint = str(line["message"])
+        if line.get("kind") == "stopped":
+            self.stopped = int(line["segment"]), int(line["exit_code"])
         if line.get("kind") == "incident":
             seconds, steps = float(line["seconds_lost"]), int(line["steps_lost"])
             self.incidents.append(dict(line))

@@ -35,6 +35,8 @@ _PLAN_NAME = re.compile(r"plan-(\d{6,})\.json")
 # What a line of another version or a damaged one can raise where it is read.
 _BAD_RECORD = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 
+# Of --exit-interval and time limits; of a model that is not finite; of SIGINT and SIGTERM.
+FINAL_EXIT_CODES = (0, 3, 130, 143)
 # Peak of dense products without sparsity, in FLOP/s; NVIDIA's data sheets of the SXM modules (PCIe modules have less).
 # float32 is that of products without TF32, which is the default of torch.
 PEAK_FLOPS_PER_S: Mapping[str, Mapping[str, float]] = {
@@ -123,7 +125,7 @@ class RunStatus:
         skipped: number of steps without an update.
         skipped_is_minimum: whether earlier steps of a long run were not counted.
         loads: fraction of the measured step time that each worker computed, 0 to 1.
-        bubble: 1 minus the mean load.
+        bubble: 1 minus the mean load; None of one pipeline rank, which waits for no other.
         peak_memory_bytes: peak memory of each worker.
         workers: active workers.
         released: ids of the workers that were released since the last start.
@@ -144,6 +146,7 @@ class RunStatus:
         seconds_lost: time that they cost, in seconds.
         steps_lost: number of steps that they cost.
         invalid_lines: number of lines that could not be read.
+        exit_code: exit code of the last start, where it ended before the last step; None while it runs.
     """
 
     run: str
@@ -183,11 +186,17 @@ class RunStatus:
     seconds_lost: float
     steps_lost: int
     invalid_lines: int
+    exit_code: int | None
 
     @property
     def is_done(self) -> bool:
         """Whether the last step of the run is done."""
         return self.train_iters is not None and self.step >= self.train_iters
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no launcher continues the run: it is done, was stopped, or its model is not finite."""
+        return self.is_done or self.exit_code in FINAL_EXIT_CODES
 
 
 class RunFollower:
@@ -319,6 +328,9 @@ class RunFollower:
         step_ms = metrics.mean(lambda each: each["step_ns"] / 1e6)
         active = self._active_plan_id(last)
         boundary = self._next_boundary(train_iters)
+        # Of this start: a later one continues the run.
+        segment, stopped_with = self._events.stopped or (None, None)
+        exit_code = stopped_with if segment == self._document.get("segment") else None
         return RunStatus(
             run=str(self.run),
             model=self._option("model", "family"),
@@ -332,13 +344,13 @@ class RunFollower:
             tokens_per_s=metrics.per_s("tokens"),
             mfu=self._mfu(),
             time_left_s=None
-            if train_iters is None or step_ms is None
+            if train_iters is None or step_ms is None or exit_code is not None
             else (train_iters - metrics.step) * step_ms / 1e3,
             idle_s=self._idle_s(),
             skipped=metrics.num_skipped,
             skipped_is_minimum=self._metrics_tail.is_partial,
             loads=loads,
-            bubble=None if mean_load is None else 1.0 - mean_load,
+            bubble=None if mean_load is None or len(loads) < 2 else 1.0 - mean_load,
             peak_memory_bytes=[each or 0 for each in profile.measured[-1][2]] if profile.measured else [],
             workers=self._workers(loads, active),
             released=profile.released,
@@ -362,6 +374,7 @@ class RunFollower:
             num_incidents=self._events.num_incidents,
             seconds_lost=self._events.seconds_lost,
             steps_lost=self._events.steps_lost,
+            exit_code=exit_code,
             invalid_lines=sum(
                 tail.invalid_lines for tail in (self._metrics_tail, self._profile_tail, self._events_tail)
             ),

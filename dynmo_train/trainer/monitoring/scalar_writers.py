@@ -38,20 +38,26 @@ def check_clients(config: Config) -> None:
         check_mlflow(config.tracking.mlflow_tracking_uri)
 
 
-def scalar_writers_on_rank0(world: World, config: Config, directory: RunDirectory) -> list[ScalarWriter]:
+def scalar_writers_on_rank0(world: World, config: Config, directory: RunDirectory, step: int) -> list[ScalarWriter]:
     """The writers that the options name on rank 0, none on the other ranks. Every rank calls this.
+
+    Args:
+        world: process groups.
+        config: configuration of the run.
+        directory: run directory.
+        step: number of completed steps.
 
     Raises:
         UsageError: on a reporting rank, if the TensorBoard file cannot be written.
         SystemExit: on the other ranks, with the same exit code.
     """
-    return run_on_all_ranks(world, lambda: _scalar_writers(config, directory) if world.is_rank0 else [])
+    return run_on_all_ranks(world, lambda: _scalar_writers(config, directory, step) if world.is_rank0 else [])
 
 
-def _scalar_writers(config: Config, directory: RunDirectory) -> list[ScalarWriter]:
+def _scalar_writers(config: Config, directory: RunDirectory, step: int) -> list[ScalarWriter]:
     tracking, writers = config.tracking, list[ScalarWriter]()
     if config.run.tensorboard_dir is not None:
-        writers.append(EventWriter(Path(config.run.tensorboard_dir)))
+        writers.append(EventWriter(Path(config.run.tensorboard_dir), step))
     options = named_options(config)
     default_name = directory.path.resolve().name
     if tracking.wandb_project is not None:

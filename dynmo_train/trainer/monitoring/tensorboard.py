@@ -2,7 +2,8 @@
 
 A file is a sequence of TFRecord records, little-endian: length as u64, its masked CRC-32C, the payload, its masked
 CRC-32C. The payload is an ``Event`` protocol buffer with the fields 1 wall time (double), 2 step (varint), 3 file
-version (string) and 5 summary. A summary has in field 1 a value with the fields 1 tag (string) and 2 number (float).
+version (string), 5 summary and 7 session log, whose field 1 is 1 for a start: readers drop what earlier files have from
+its step on. A summary has in field 1 a value with the fields 1 tag (string) and 2 number (float).
 """
 
 from __future__ import annotations
@@ -82,16 +83,32 @@ def event(wall_time: float, step: int, scalars: Mapping[str, float]) -> bytes:
     return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + _inner(5, values)
 
 
+def start_event(wall_time: float, step: int) -> bytes:
+    """An encoded ``Event`` of a start at ``step``: a resumed run logs it and later ones again.
+
+    Args:
+        wall_time: seconds since the epoch.
+        step: first step that the file has.
+    """
+    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + _inner(7, b"\x08\x01")
+
+
 class EventWriter:
     """Appends scalars to a new event file in ``folder``.
+
+    After a kill the files of earlier starts have steps beyond the checkpoint that the run resumes from.
 
     On a full disk an event is dropped and never truncated, since readers stop at an incomplete record.
 
     Raises:
         UsageError: the folder or the file cannot be created.
+
+    Args:
+        folder: folder of event files; created if it does not exist.
+        step: number of steps that the run resumes from; 0 for a run from its first step.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int = 0) -> None:
         now = time.time()
         name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}"
         try:
@@ -99,6 +116,8 @@ class EventWriter:
             self.file = open(folder / name, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
             self._end, self._is_full = 0, False
             self._append(record(b"\x09" + struct.pack("<d", now) + _inner(3, b"brain.Event:2")))
+            if step:
+                self._append(record(start_event(now, step + 1)))
         except OSError as error:
             raise UsageError(f"cannot write to --tensorboard-dir {folder}: {reason(error)}") from error
 

@@ -130,13 +130,14 @@ srun -lu bash -c "numactl --membind=0 $CMD"
     (found,) = json.loads(explain(tmp_path, text, "--format", "json", code=3))
     assert found["command"] == "dynmo-train pretrain gpt"
     kinds = {one["flag"]: one["kind"] for one in found["flags"]}
-    assert kinds == {"--num-layers": "same", "--no-such-flag": "unknown", "--lr": "same"}
+    pipeline = {"--pipeline-model-parallel-size": "default"}
+    assert kinds == {"--num-layers": "same", "--no-such-flag": "unknown", "--lr": "same"} | pipeline
 
 
 def test_flags_of_branches_that_are_not_taken_are_explained(tmp_path):
     text = 'A="--lr 1"\nif [ -n "$NEVER" ]; then\nA="$A --wandb-project p"\nfi\npython pretrain_gpt.py $A --bf16\n'
     (found,) = json.loads(explain(tmp_path, text, "--format", "json"))
-    assert [one["flag"] for one in found["flags"]] == ["--lr", "--bf16", "--wandb-project"]
+    assert [one["flag"] for one in found["flags"][:3]] == ["--lr", "--bf16", "--wandb-project"]
 
 
 def test_script_that_run_refuses_is_explained_with_the_reason(tmp_path):
@@ -212,8 +213,9 @@ fqns = []
     assert result.exit_code == 3
     (command,) = json.loads(result.stdout)
     assert command["command"] == "dynmo-train pretrain llama"
-    rows = {row["flag"]: (row["kind"], row["meaning"]) for row in command["flags"]}
-    assert rows.pop("--training.dataset")[0] == rows.pop("--parallelism.data_parallel_shard_degree")[0] == "refused"
+    defaults = {row["flag"]: row["values"] for row in command["flags"] if row["kind"] == "default"}
+    rows = {row["flag"]: (row["kind"], row["meaning"]) for row in command["flags"] if row["kind"] != "default"}
+    assert rows.pop("--training.dataset")[0] == "refused"
     assert rows.pop("--compile.components")[0] == "ignored"
     assert rows.pop("--training.no_such_key")[0] == "unknown"
     assert rows == {
@@ -221,6 +223,20 @@ fqns = []
         "--training.dataloader.num_workers": ("becomes", "--num-workers 2"),
         "--parallelism.pipeline_parallel_schedule": ("becomes", "--schedule 1f1b"),
         "--compile.enable": ("becomes", "--torch-compile"),
+        "--parallelism.data_parallel_shard_degree": ("becomes", "--zero-stage 3"),
+    }
+    assert defaults == {
+        "--micro-batch-size": ["8"],
+        "--lr": ["0.0008"],
+        "--lr-warmup-iters": ["200"],
+        "--adam-beta2": ["0.95"],
+        "--weight-decay": ["0.1"],
+        "--bf16": [],
+        "--pipeline-model-parallel-size": ["1"],
+        "--recompute-granularity": ["selective"],
+        "--log-interval": ["10"],
+        "--train-iters": ["10000"],
+        "--eval-iters": ["0"],
     }
 
 

@@ -195,6 +195,19 @@ def test_resolve_value_out_of_bounds_is_refused(name, value, words):
         config_of(**SMALL | {name: value})
 
 
+def test_address_in_place_of_a_path_is_refused():
+    """s3://bucket/run would be a folder "s3:" of this machine, and a missing checkpoint."""
+    names = [spec.name for spec in option_specs().values() if spec.declaration.refers_to != "value"]
+    assert {"load", "save", "run_dir", "data_path", "tokenizer_model", "bert_load", "tensorboard_dir"} <= set(names)
+    for name in names:
+        for text in ("s3://b/x", "hf://a/b", "0.3 a 0.7 gs://b/c"):
+            _, problem = option_specs()[name].convert(text)
+            assert "must be a local path" in problem.message
+        assert option_specs()[name].convert("runs/a:b") == ("runs/a:b", None)
+    assert "dynmo-ckpt convert" in option_specs()["load"].convert("s3://b/x")[1].message
+    assert option_specs()["mlflow_tracking_uri"].convert("https://h/x")[1] is None
+
+
 def test_convert_integer_is_a_number_but_true_is_not():
     assert config_of(**SMALL | {"clip_grad": 2}).optimizer.clip_grad == 2.0
     with pytest.raises(DocumentError, match="must be an integer, is True"):

@@ -12,6 +12,7 @@ import typer
 from dynmo_train.cli import app
 from dynmo_train.config import option_specs, resolve_checked
 from dynmo_train.config.compat.flags import FLAGS
+from dynmo_train.config.compat.project_defaults import torchtitan_defaults
 from dynmo_train.config.compat.translate import MULTI_WORD_FLAGS, declared_name, translate
 from dynmo_train.config.options import DefaultContext
 from tests.tables import table
@@ -312,3 +313,32 @@ def test_configuration_of_torchtitan_has_its_sizes():
     assert (config.parallel.sequence_parallel, config.parallel.data_parallel_size) == (True, 2)
     assert (config.model.seq_length, config.training.train_iters, config.training.eval_interval) == (8192, 1000, 5)
     assert config.training.recompute_granularity == "selective"
+
+
+@table(
+    ("words", "given", "processes", "expected"),
+    [
+        ("--num-layers 2", {}, 8, None),
+        ("--training.steps 20", {"train_iters": 20}, 1, {"lr_warmup_iters": 20, "eval_iters": 0, "bf16": True}),
+        ("--training.seq_len 64", {"seq_length": 64}, 2, {"train_iters": 10_000, "zero_stage": 3, "lr": 8e-4}),
+        (
+            "--parallelism.pipeline_parallel_degree 2 --validation.freq 5 --checkpoint.enable",
+            {"pipeline_model_parallel_size": 2, "eval_interval": 5},
+            2,
+            {"micro_batch_size": 1, "gradient_accumulation_steps": 8, "save_interval": 500, "keep_checkpoints": 10},
+        ),
+        (
+            "--parallelism.tensor_parallel_degree=2 --training.mixed_precision_param=float32",
+            {"tensor_model_parallel_size": 2, "lr": 1e-4},
+            2,
+            {"sequence_parallel": True, "micro_batch_size": 8, "weight_decay": 0.1, "adam_beta2": 0.95},
+        ),
+    ],
+)
+def test_command_line_of_torchtitan_has_its_defaults(words, given, processes, expected):
+    found = torchtitan_defaults(words.split(), given, "llama", processes)
+    assert found.items() >= (expected or {}).items()
+    assert bool(found) == (expected is not None)
+    assert not found.keys() & given.keys()
+    assert ("bf16" in found) == (bool(found) and "mixed_precision" not in words)
+    assert not found.keys() - option_specs().keys()

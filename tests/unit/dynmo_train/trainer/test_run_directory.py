@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,8 +18,14 @@ from dynmo_train.formats.run import read_run, take_resize_request
 from dynmo_train.formats.run_lines import append_metrics
 from dynmo_train.launch.worker import LAUNCH_FILE_VARIABLE
 from dynmo_train.trainer import run_directory
-from dynmo_train.trainer.run_directory import choose_path, open_run_directory, source_commit
+from dynmo_train.trainer.run_directory import (
+    choose_path,
+    open_run_directory,
+    open_run_directory_on_rank0,
+    source_commit,
+)
 from tests.paths import ROOT
+from tests.tables import table
 
 SMALL = {
     "num_layers": 2,
@@ -52,6 +60,43 @@ def test_new_run_has_directories_and_configuration(tmp_path):
     config = config_of(**SMALL | {"run_dir": str(tmp_path / "r")})
     assert {name: document[name] for name in ("config", "config_sources")} == config_document(config)
     assert {"python", "dynmo", "torch", "numpy"} <= document["versions"].keys()
+
+
+@table(
+    ("text", "written"),
+    [
+        ("https://me:secret@track.example/x", "https://***@track.example/x"),
+        ("0.5 s3://key:secret@b/a 0.5 b", "0.5 s3://***@b/a 0.5 b"),
+        ("https://b.example/x?X-Amz-Signature=ab1&versionId=3", "https://b.example/x?X-Amz-Signature=***&versionId=3"),
+        ("https://a.example/c?sig=ab%2B&access_token=q", "https://a.example/c?sig=***&access_token=***"),
+        ("https://a.example/x?version=3", "https://a.example/x?version=3"),
+        ("me@example.org?key=3", "me@example.org?key=3"),
+    ],
+)
+def test_credentials_of_urls_are_not_written(text, written, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["dynmo-train", f"--mlflow-tracking-uri={text}"])
+    run = begin(run_dir=str(tmp_path / "r"), mlflow_tracking_uri=text)
+    document = read_run(run.run_json)
+    assert document["config"]["tracking"]["mlflow_tracking_uri"] == written
+    assert document["command_line"] == ["dynmo-train", f"--mlflow-tracking-uri={written}"]
+    others_may_read = run.run_json.stat().st_mode & 0o077
+    assert not others_may_read or text == written
+
+
+@pytest.mark.parametrize("other", ["missing", "another run"])
+def test_run_directory_that_nodes_do_not_share_is_refused_at_the_start(tmp_path, monkeypatch, other):
+    """Every rank saves its layers there: without a shared folder each save would fail, up to the last step."""
+    there = begin(run_dir=str(tmp_path / "there")).path if other == "another run" else tmp_path / "there"
+    views = {"node 0": [str(tmp_path / "r"), None, 0], "node 1": [str(there), "0" * 16, 0]}
+    world, config = SimpleNamespace(is_rank0=True, size=1, host="h"), config_of(**SMALL, run_dir=str(tmp_path / "r"))
+    monkeypatch.setattr(run_directory, "run_on_all_ranks", lambda _world, make: make())
+    monkeypatch.setattr(run_directory, "broadcast_object", lambda _world, value: value)
+    monkeypatch.setattr(run_directory.check_is_shared, "__defaults__", (0.0,))
+    assert open_run_directory_on_rank0(world, config, hosts=["h"], engine={}).path == Path(views["node 0"][0])
+    shutil.rmtree(tmp_path / "r")
+    monkeypatch.setattr(run_directory, "broadcast_object", lambda _world, _value: views["node 1"])
+    with pytest.raises(UsageError, match=r"on h is not the run directory of rank 0.* all nodes share"):
+        open_run_directory_on_rank0(world, config, hosts=["h"], engine={})
 
 
 def test_source_commit_is_of_the_clone_of_these_sources(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ SBATCH = """#!/bin/bash
 srun -l python -m torch.distributed.run --nproc_per_node=$SLURM_GPUS_PER_NODE --nnodes=$SLURM_JOB_NUM_NODES \\
   --rdzv_id=$SLURM_JOB_ID pretrain_gpt.py --lr $X
 """
+REPLICAS = "--pipeline-model-parallel-size 1"
 
 
 def run(script, *words):
@@ -51,7 +52,8 @@ def test_dry_run_prints_lines_that_a_shell_reads(script, tmp_path):
     text = "echo start\nexport A='x y'\ntorchrun --nproc_per_node 2 pretrain_gpt.py --data-path \"1 a b\" $1 -v\n"
     result = run(script(text), "--dry-run", "--", "--lr", "2")
     assert result.exit_code == 0
-    assert result.stdout == "A='x y' dynmo-train launch local --nproc 2 -- pretrain gpt --data-path '1 a b' --lr -v\n"
+    command = f"pretrain gpt {REPLICAS} --data-path '1 a b' --lr -v"
+    assert result.stdout == f"A='x y' dynmo-train launch local --nproc 2 -- {command}\n"
     assert "start" in result.stderr
     words = shlex.split(result.stdout)
     assert words[0] == "A=x y"
@@ -62,7 +64,7 @@ def test_slurm_header_becomes_the_submission(script):
     result = run(script(SBATCH), "--dry-run", "--")
     assert result.stdout == (
         "dynmo-train launch slurm --nodes 4 --nproc 8 --job-name gpt --time 1:00:00 --partition a100 --gpus 8"
-        " --sbatch --exclusive -- pretrain gpt --lr 1\n"
+        f" --sbatch --exclusive -- pretrain gpt {REPLICAS} --lr 1\n"
     )
 
 
@@ -70,20 +72,22 @@ def test_slurm_header_becomes_the_submission(script):
 def test_tasks_of_the_slurm_header_are_processes(script, tasks):
     text = f"#!/bin/bash\n#SBATCH --nodes=2 {tasks}\nsrun python pretrain_gpt.py --train-iters $SLURM_NTASKS\n"
     (step,) = interpret_file(script(text), [], {}, {}).steps
-    assert command_line(step) == "dynmo-train launch slurm --nproc 4 --nodes 2 -- pretrain gpt --train-iters 8"
+    assert (
+        command_line(step) == f"dynmo-train launch slurm --nproc 4 --nodes 2 -- pretrain gpt {REPLICAS} --train-iters 8"
+    )
 
 
 def test_tasks_within_a_job_are_processes(script):
     environment = {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
     (step,) = interpret_file(script("srun python pretrain_gpt.py\n"), [], {}, environment).steps
-    assert command_line(step) == "dynmo-train launch slurm --in-job --nproc 4 -- pretrain gpt"
+    assert command_line(step) == f"dynmo-train launch slurm --in-job --nproc 4 -- pretrain gpt {REPLICAS}"
 
 
 def test_slurm_header_within_a_job_is_not_used(script, monkeypatch):
     path = script(SBATCH)
     environment = {"SLURM_JOB_ID": "3", "SLURM_GPUS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "1"}
     (step,) = interpret_file(path, [], {}, environment).steps
-    assert command_line(step) == "dynmo-train launch slurm --in-job --nproc 2 -- pretrain gpt --lr 1"
+    assert command_line(step) == f"dynmo-train launch slurm --in-job --nproc 2 -- pretrain gpt {REPLICAS} --lr 1"
 
 
 def test_slurm_directives_end_at_the_first_command():
@@ -216,7 +220,7 @@ def test_overrides_follow_the_options_of_each_command(script):
     result = run(script(TWO), "--override", "--num-layers 2 --data-path 'a b'", "--override=--lr 3", "--dry-run", "--")
     first, second = result.stdout.splitlines()
     assert first == (
-        "dynmo-train launch local --nproc 2 -- pretrain gpt --num-layers 24 --lr 1"
+        f"dynmo-train launch local --nproc 2 -- pretrain gpt {REPLICAS} --num-layers 24 --lr 1"
         " --num-layers 2 --data-path 'a b' --lr 3"
     )
     assert second.endswith("--lr 2 --num-layers 2 --data-path 'a b' --lr 3")
@@ -225,7 +229,7 @@ def test_overrides_follow_the_options_of_each_command(script):
 def test_overrides_leave_other_programs_alone(script):
     text = "python tools/preprocess_data.py --input a\npython pretrain_gpt.py --lr 1\n"
     result = run(script(text), "--override", "--lr 2", "--dry-run", "--")
-    assert result.stdout == "dynmo-prep binarize --input a\ndynmo-train pretrain gpt --lr 1 --lr 2\n"
+    assert result.stdout == f"dynmo-prep binarize --input a\ndynmo-train pretrain gpt {REPLICAS} --lr 1 --lr 2\n"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,7 @@ def test_placeholder_of_a_word_has_a_setting(script):
     assert "<the rate> stands for a value" in refused
     assert "for itself" not in refused
     path = script("python pretrain_<model>.py --lr 1\n")
-    assert run(path, "--set", "model=gpt", "--dry-run", "--").stdout.endswith("pretrain gpt --lr 1\n")
+    assert run(path, "--set", "model=gpt", "--dry-run", "--").stdout.endswith(f"pretrain gpt {REPLICAS} --lr 1\n")
 
 
 def test_other_slurm_directives_are_passed_to_sbatch(script):
@@ -260,7 +264,7 @@ def test_other_slurm_directives_are_passed_to_sbatch(script):
     result = run(script(text + "srun torchrun --nproc_per_node 4 pretrain_gpt.py --lr 1\n"), "--dry-run", "--")
     assert result.stdout == (
         "dynmo-train launch slurm --nproc 4 --nodes 2 --gpus 4 --sbatch --mem=460000 --sbatch --environment=/e.toml"
-        " --sbatch --no-requeue -- pretrain gpt --lr 1\n"
+        f" --sbatch --no-requeue -- pretrain gpt {REPLICAS} --lr 1\n"
     )
 
 
@@ -269,10 +273,10 @@ def test_entities_of_a_page_are_characters(script):
     result = run(script(text), "--dry-run", "--")
     assert "<wiki path> stands for a value" in str(result.exception)
     given = run(script(text), "--set", "A=c", "--set", "B=d", "--dry-run", "--")
-    assert given.stdout.endswith("dynmo-train pretrain gpt --data-path c\n")
+    assert given.stdout.endswith(f"dynmo-train pretrain gpt {REPLICAS} --data-path c\n")
     assert "line 1: &#60; and other entities of HTML" in given.stderr
     plain = run(script("python pretrain_gpt.py --data-path 'a&amp;b'\n"), "--dry-run", "--")
-    assert plain.stdout == "dynmo-train pretrain gpt --data-path 'a&amp;b'\n"
+    assert plain.stdout == f"dynmo-train pretrain gpt {REPLICAS} --data-path 'a&amp;b'\n"
 
 
 def test_script_of_another_repository_has_an_equivalent(script):

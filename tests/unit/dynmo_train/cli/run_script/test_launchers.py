@@ -15,7 +15,8 @@ from dynmo_train.cli.run_script.launchers import translate_program
 from dynmo_train.cli.run_script.session import StartStep
 from tests.tables import table
 
-GPT = "pretrain gpt --lr 1"
+REPLICAS = "--pipeline-model-parallel-size 1"
+GPT = f"pretrain gpt {REPLICAS} --lr 1"
 
 
 def commands(text, tmp_path, environment=(), settings=None, arguments=()):
@@ -40,10 +41,11 @@ COMMANDS = {
         f"dynmo-train launch local --nproc 4 -- {GPT}"
     ),
     "python -m torch.distributed.run --nproc_per_node=2 pretrain_bert.py": (
-        "dynmo-train launch local --nproc 2 -- pretrain bert --activation gelu_tanh"
+        f"dynmo-train launch local --nproc 2 -- pretrain bert {REPLICAS} --activation gelu_tanh"
     ),
     "deepspeed --num_nodes 1 --num_gpus 4 ../pretrain_gpt2.py --lr 1": (
-        f"dynmo-train launch hostfile --num-nodes 1 --num-gpus 4 -- {GPT}"
+        "dynmo-train launch hostfile --num-nodes 1 --num-gpus 4 --"
+        f" pretrain gpt {REPLICAS} --lr-warmup-fraction 0.01 --lr 1"
     ),
     "deepspeed --master_port 6000 -i 10.1.1.2:4,5@10.1.1.5:4,5 --hostfile hostfile pretrain_gpt.py --lr 1": (
         "dynmo-train launch hostfile --master-port 6000 --include 10.1.1.2:4,5@10.1.1.5:4,5 --hostfile hostfile"
@@ -80,7 +82,7 @@ COMMANDS = {
         "dynmo-prep localhost localhost localhost"
     ),
     "python pretrain_gpt.py --lr $(shuf -n 1 -i 1-1)": f"dynmo-train {GPT}",
-    "python pretrain_gpt.py --lr $(seq -s, 1 3) $(seq -s ' ' 2)": "dynmo-train pretrain gpt --lr 1,2,3 1 2",
+    "python pretrain_gpt.py --lr $(seq -s, 1 3) $(seq -s ' ' 2)": f"dynmo-train pretrain gpt {REPLICAS} --lr 1,2,3 1 2",
     "nohup nsys profile -o out --trace=cuda python pretrain_gpt.py --lr 1": f"dynmo-train {GPT}",
     "numactl --cpunodebind=0 torchrun --nproc_per_node=2 pretrain_gpt.py --lr 1": (
         f"dynmo-train launch local --nproc 2 -- {GPT}"
@@ -178,7 +180,7 @@ def test_slurm_job_runs_within_the_job(tmp_path):
 
 def test_exported_variables_are_passed_on_and_unsafe_ones_are_not(tmp_path):
     text = "export NCCL_DEBUG=INFO LD_PRELOAD=x.so PYTHONPATH=. PATH=/x:$PATH WORLD_SIZE=8 RANK=0\nY=2\n"
-    text += "OMP_NUM_THREADS=4 python pretrain_gpt.py"
+    text += f"OMP_NUM_THREADS=4 python pretrain_gpt.py {REPLICAS}"
     _, result = commands(text, tmp_path, {"HOME": "/h", "PATH": "/bin"})
     (step,) = result.steps
     assert step.environment == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
@@ -189,7 +191,7 @@ def test_settings_replace_values_that_cannot_be_computed(tmp_path):
     text = "GPUS=$(ssh host nvidia-smi)\nDATA=<path>_text\nlocal GPUS=3\nfor GPUS in 1; do :; done\nunset GPUS\n"
     text += "torchrun --nproc_per_node $GPUS pretrain_gpt.py --data-path $DATA"
     found, _ = commands(text, tmp_path, settings={"GPUS": "2", "DATA": "d"})
-    assert found == ["dynmo-train launch local --nproc 2 -- pretrain gpt --data-path d"]
+    assert found == [f"dynmo-train launch local --nproc 2 -- pretrain gpt {REPLICAS} --data-path d"]
 
 
 def test_nested_scripts_see_exports_and_their_arguments(tmp_path):
@@ -199,8 +201,8 @@ def test_nested_scripts_see_exports_and_their_arguments(tmp_path):
     text = "export X=1\nY=2\nbash inner.sh one two\necho $LAYERS\nnohup ./inner.sh 'b c'"
     found, _ = commands(text, tmp_path)
     assert found == [
-        "dynmo-train pretrain gpt --a one 1 24 lib inner.sh",
-        "dynmo-train pretrain gpt --a b c 1 24 lib ./inner.sh",
+        f"dynmo-train pretrain gpt {REPLICAS} --a one 1 24 lib inner.sh",
+        f"dynmo-train pretrain gpt {REPLICAS} --a b c 1 24 lib ./inner.sh",
     ]
 
 
@@ -279,35 +281,59 @@ def test_hostile_script_is_refused_in_bounded_time(name, tmp_path):
         commands(HOSTILE[name], tmp_path)
 
 
-@pytest.mark.parametrize("family", ["bert", "t5", "ict"])
-def test_encoders_of_megatron_have_the_function_of_its_fused_kernel(family):
-    found = translate_program(["python", f"pretrain_{family}.py", "--lr", "1"], "", {})
-    assert found.words == ["dynmo-train", "pretrain", family, "--activation", "gelu_tanh", "--lr", "1"]
-    assert found.notes == ["--activation gelu_tanh: the function of Megatron-LM's fused kernel of bias and GELU"]
-    exact = translate_program(["python", f"pretrain_{family}.py", "--no-bias-gelu-fusion"], "", {})
-    assert exact.words[3:] == ["--no-bias-gelu-fusion"]
-
-
 def test_relative_positions_of_megatron_are_refused():
     words = ["python", "pretrain_t5.py", "--position-embedding-type", "relative"]
     assert "use learned" in translate_program(words, "", {})
 
 
-@pytest.mark.parametrize(
-    ("options", "has_bias"),
+MEGATRON_DEFAULTS = {
+    "pretrain_gpt.py --num-layers 2": [],
+    "pretrain_bert.py --lr 1": ["--activation gelu_tanh"],
+    "pretrain_t5.py": ["--activation gelu_tanh"],
+    "pretrain_ict.py": ["--activation gelu_tanh"],
+    "pretrain_bert.py --no-bias-gelu-fusion": [],
+    "pretrain_gpt2.py --lr 1": ["--lr-warmup-fraction 0.01"],
+    "pretrain_gpt2.py --warmup .1": [],
+    "pretrain_gpt.py --num-experts 8": ["--moe-router-bias"],
+    "pretrain_gpt.py --num-experts=8 --swiglu": ["--moe-router-bias"],
+    "pretrain_gpt.py --num-experts 8 --disable-bias-linear": [],
+    "pretrain_gpt.py --num-experts 8 --no-moe-router-bias": [],
+    "pretrain_gpt.py --fp8-format hybrid": ["--fp8-recipe tensorwise"],
+    "pretrain_gpt.py --grad_comp --selective_grad_comp": ["--grad-comp-rank 4", "--selective-grad-comp-way 2"],
+    "pretrain_gpt.py --num-experts 8 --deepspeed": [
+        *("--topk 1", "--expert-interval 2", "--moe-loss-coeff 0.1", "--moe-train-capacity-factor 1.0")
+    ],
+    "pretrain_gpt.py --num_experts 8 --topk 2 --expert-interval 1 --moe-train-capacity-factor 2": [
+        "--moe-loss-coeff 0.1"
+    ],
+    "main.py --task MNLI --epochs 3": [],
+}
+
+
+@table("line", MEGATRON_DEFAULTS)
+def test_command_line_of_a_project_has_its_defaults_and_prints_them(line):
+    found = translate_program(["torchrun", "--nproc_per_node", "2", *line.split()], "", {})
+    set_here = [REPLICAS, *MEGATRON_DEFAULTS[line]]
+    words = shlex.join(found.words).partition(" -- ")[2].split()
+    assert sorted(words[1 + (words[0] == "pretrain") :]) == sorted(" ".join([*set_here, *line.split()[1:]]).split())
+    assert [note.partition(": ")[0] for note in found.notes] == set_here
+    with_pipeline = translate_program(["python", *line.split(), "--pipeline-model-parallel-size", "2"], "", {})
+    assert REPLICAS not in shlex.join(with_pipeline.words)
+
+
+@table(
+    ("given", "expected"),
     [
-        ("--num-experts 8", True),
-        ("--num-experts=8 --swiglu", True),
-        ("--num-experts 8 --disable-bias-linear", False),
-        ("--num-experts 8 --topk 1 --deepspeed", False),
-        ("--num-experts 8 --no-moe-router-bias", False),
-        ("--num-layers 2", False),
+        ("--num-experts 1 --topk 1 --moe-loss-coeff 0.01 --disable-moe-token-dropping --deepspeed", "--deepspeed"),
+        (
+            "--num-experts 16 --moe-min-capacity 4 --disable-moe-token-dropping --topk 2 --moe-train-capacity-factor 1",
+            "--expert-interval 2 --moe-loss-coeff 0.1 --num-experts 16 --topk 2",
+        ),
     ],
 )
-def test_router_of_megatron_has_a_bias_where_layers_have(options, has_bias, tmp_path):
-    (step,) = interpret_script(f"python pretrain_gpt.py {options}", "script.sh", [], {}, tmp_path).steps
-    assert ("--moe-router-bias" in step.words) == has_bias
-    assert list(step.words[-len(options.split()) :]) == options.split()
+def test_flags_of_experts_that_another_flag_turns_off_are_left_out(given, expected):
+    found = translate_program(["python", "pretrain_gpt.py", *given.split()], "", {})
+    assert shlex.join(found.words) == f"dynmo-train pretrain gpt {REPLICAS} {expected}"
 
 
 def test_latents_without_norms_are_refused(tmp_path):

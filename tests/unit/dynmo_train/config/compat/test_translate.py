@@ -383,10 +383,31 @@ def test_with_deepspeed_conflicts_with_flags_are_all_reported(tmp_path, capsys):
 
 def test_with_deepspeed_zero_stage_overrides_flag_of_0(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    given = {"deepspeed_config": str(tmp_path / "ds.json"), "zero_stage": 0}
+    given = {"deepspeed_config": str(tmp_path / "ds.json"), "zero_stage": 0, "clip_grad": 1.0}
     assert with_deepspeed(given, {}) == ({**given, "zero_stage": None}, {"zero_stage": 2})
     with pytest.raises(DocumentError, match="--zero-stage"):
         with_deepspeed({**given, "zero_stage": 1}, {})
+
+
+@table(
+    ("document", "given", "defaults"),
+    [
+        ({}, {}, {"clip_grad": 0.0}),
+        ({"gradient_clipping": "auto"}, {}, {}),
+        ({}, {"clip_grad": 0.5}, {}),
+        ({"fp16": {"enabled": True}}, {}, {"clip_grad": 0.0, "initial_loss_scale": 65536.0}),
+        ({"fp16": {"enabled": True, "loss_scale": 8}, "gradient_clipping": 1.0}, {}, {}),
+    ],
+)
+def test_file_of_deepspeed_has_its_defaults_and_prints_them(document, given, defaults, tmp_path, capsys):
+    (tmp_path / "ds.json").write_text(json.dumps(document))
+    _, values = with_deepspeed({"deepspeed_config": str(tmp_path / "ds.json"), **given}, {})
+    assert {name: values[name] for name in values.keys() & {"clip_grad", "initial_loss_scale"}} == defaults | (
+        {"clip_grad": 1.0} if document.get("gradient_clipping") == 1.0 else {}
+    )
+    printed = capsys.readouterr().err
+    assert all(f"--{name.replace('_', '-')} {value:g}" in printed for name, value in defaults.items())
+    assert ("defaults of DeepSpeed" in printed) == bool(defaults)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", ""])
@@ -394,6 +415,20 @@ def test_with_deepspeed_invalid_file_is_refused(tmp_path, text):
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(UsageError, match=r"ds\.json"):
         with_deepspeed({"deepspeed_config": str(tmp_path / "ds.json")}, {})
+
+
+def test_arguments_of_the_hugging_face_trainer_have_their_meaning():
+    words = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 9 --mock-data --max-seq-length 8"
+    words += " --learning_rate 1e-3 --max_steps 7 --per_device_train_batch_size 3 --gradient_accumulation_steps 2"
+    words += " --gradient_checkpointing True --save_total_limit 4 --lr_scheduler_type constant_with_warmup"
+    config, translation = config_from(f"{words} --do_train --optim adamw_torch")
+    training = config.training
+    assert (config.optimizer.lr, config.optimizer.lr_decay_style, training.train_iters) == (1e-3, "constant", 7)
+    assert (training.micro_batch_size, training.global_batch_size) == (3, 6)
+    assert (training.recompute_granularity, config.run.keep_checkpoints) == ("full", 4)
+    assert [note.partition(":")[0] for note in translation.notes] == ["--do-train"]
+    (problem,) = translate(["--num_train_epochs", "3"], "gpt", declared("gpt")).problems
+    assert "--train-samples" in problem.message
 
 
 @pytest.mark.parametrize("words", ["--num-experts-switch 4", "--num-experts 4 --topk 1"])

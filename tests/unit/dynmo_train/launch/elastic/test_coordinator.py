@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
+
 import pytest
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.launch.elastic.coordinator import Coordinator, append_record, decode_record, encode_record
 from dynmo_train.launch.elastic.membership import Limits, NodeState, Record, RecordKind
+from dynmo_train.launch.elastic.rendezvous import wait_for_name
+from dynmo_train.launch.options import SINGLE_NODE
 from tests.benchmarks.train_rendezvous import CountingStore, simulate
 
 LIMITS = Limits(min_nodes=1, max_nodes=3, node_timeout_s=1e9, rejoin_s=0.0)
@@ -30,6 +36,26 @@ def test_requests_per_node_do_not_grow_with_the_number_of_nodes():
     assert [phase.records for phase in large] == [256, 0, 256]
     for few, many in zip(small, large, strict=True):
         assert many.requests / 256 <= few.requests / 16 + 1
+
+
+@pytest.mark.parametrize(("failures", "is_found"), [(0, True), (2, True), (10**6, False)])
+def test_name_of_node_0_is_waited_for_and_an_unknown_one_is_an_error(failures, is_found, capsys):
+    """torch's store would try for minutes, print warnings, and ignore signals."""
+    attempts = []
+
+    def resolve(host, port):
+        attempts.append((host, port))
+        if len(attempts) <= failures:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    nodes = replace(SINGLE_NODE, master_addr="node0.invalid", master_port=7)
+    if is_found:
+        wait_for_name(nodes, 60.0, resolve, every_s=0.0)
+        assert attempts == [("node0.invalid", 7)] * (failures + 1)
+    else:
+        with pytest.raises(UsageError, match=r"--master-addr node0\.invalid: cannot be resolved .*Name or service"):
+            wait_for_name(nodes, 0.01, resolve, every_s=0.001)
+    assert capsys.readouterr().err.count("waiting up to") == bool(failures)
 
 
 def test_record_is_the_same_after_encoding():

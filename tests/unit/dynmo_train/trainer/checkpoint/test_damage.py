@@ -14,6 +14,7 @@ from dynmo_train.formats.checkpoint import CheckpointError, find_damage, list_ch
 from dynmo_train.formats.run import write_run
 from dynmo_train.trainer.checkpoint.load_checkpoint import checkpoint_to_load, first_valid_checkpoint, lost_step
 from dynmo_train.trainer.setup import bert_checkpoint
+from tests.tables import table
 from tests.unit.dynmo_train.formats.checkpoint import small_run
 
 ALONE = SimpleNamespace(is_rank0=True, rank=0, size=1, dims=SimpleNamespace(tensor=1))
@@ -153,10 +154,21 @@ def test_run_that_never_saved_restarts_by_default(run):
     shutil.rmtree(run / "checkpoints")
     records(run, saved=False)
     assert lost_step(run) is None
-    assert checkpoint_to_load(config(run), ALONE) is None
-    with pytest.raises(CheckpointError, match="no checkpoint; --no-exit-on-missing-checkpoint starts"):
-        checkpoint_to_load(config(run, exit_on_missing_checkpoint=True), ALONE)
-    assert checkpoint_to_load(config(run / "nowhere"), ALONE) is None
+    for own in ({"save": str(run)}, {"run_dir": f"{run}/."}):
+        assert checkpoint_to_load(config(run, **own), ALONE) is None
+        with pytest.raises(CheckpointError, match=r"has no checkpoint.* --no-exit-on-missing-checkpoint"):
+            checkpoint_to_load(config(run, exit_on_missing_checkpoint=True, **own), ALONE)
+    assert checkpoint_to_load(config(run / "nowhere", save=str(run / "nowhere")), ALONE) is None
+
+
+@table("given", ["nowhere", "checkpoints/step-00000009", "."])
+def test_checkpoint_that_was_given_and_is_not_there_is_an_error(tmp_path, given):
+    """Only the run's own directory may lack one: a script with --save and --load starts, and continues later."""
+    (tmp_path / "checkpoints").mkdir()
+    place, own = tmp_path / given, {"save": str(tmp_path / "own")}
+    with pytest.raises(CheckpointError, match=r"does not exist; give the path|has no checkpoint; give the path"):
+        checkpoint_to_load(config(place, **own), ALONE)
+    assert checkpoint_to_load(config(place, exit_on_missing_checkpoint=False, **own), ALONE) is None
 
 
 def test_run_that_failed_at_its_first_save_restarts(run):
@@ -172,4 +184,4 @@ def test_run_that_failed_at_its_first_save_restarts(run):
     }
     write_run(run / "run.json", document)
     assert lost_step(run) is None
-    assert checkpoint_to_load(config(run), ALONE) is None
+    assert checkpoint_to_load(config(run, save=str(run)), ALONE) is None

@@ -11,10 +11,10 @@ from dynmo_train.cli import app
 from dynmo_train.trainer.monitoring.compare_runs import compare_runs
 
 
-def write_run(folder, losses, validation=None):
+def write_run(folder, losses, validation=None, norm=1.0):
     folder.mkdir()
     lines = [
-        {"step": step, "lm_loss": loss, "grad_norm": 1.0, "step_ns": 1_000_000, "tokens": 100}
+        {"step": step, "lm_loss": loss, "grad_norm": norm, "step_ns": 1_000_000, "tokens": 100}
         for step, loss in enumerate(losses, 1)
     ]
     if validation is not None:
@@ -51,7 +51,23 @@ def test_compare_equal_runs_are_bit_identical(tmp_path, runs):
     other = write_run(tmp_path / "other", [4.0, 3.0, 2.0], 1.5)
     done = compare(runs[0], other)
     assert done.exit_code == 0
-    assert "losses bit-identical" in done.stdout
+    assert done.stdout.splitlines()[-1] == "losses bit-identical"
+    assert [line.split() for line in done.stdout.splitlines()[2:4]] == [
+        ["first", "common", "loss", "4.000000", "4.000000"],
+        ["last", "common", "loss", "2.000000", "2.000000"],
+    ]
+
+
+def test_compare_prints_which_of_losses_and_norms_differ(tmp_path, runs):
+    norms = write_run(tmp_path / "norms", [4.0, 3.0, 2.0], 1.5, norm=0.72)
+    done = compare(runs[0], norms)
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1] == (
+        "losses bit-identical; gradient norms differ (at most 2.8e-01 relative; first at step 1)"
+    )
+    both = write_run(tmp_path / "both", [4.0, 3.0, 2.5], 1.5, norm=0.72)
+    assert "losses differ (at most 2.0e-01 relative; first at step 3); gradient norms" in compare(runs[0], both).stdout
+    assert json.loads(compare(runs[0], norms, "--format", "json").stdout)["losses"] is None
 
 
 def test_compare_loss_that_was_not_finite_is_beyond_any_rtol(tmp_path, runs):

@@ -70,6 +70,31 @@ def test_monitor_ends_with_the_run(tmp_path, capsys):
     assert "step 4 of 4 | done" in " ".join(capsys.readouterr().out.split())  # lines are as wide as the terminal
 
 
+@pytest.mark.parametrize(("code", "segment", "is_over"), [(130, 1, True), (0, 1, True), (1, 1, False), (130, 0, False)])
+def test_monitor_of_a_stopped_run_prints_that_and_ends(tmp_path, capsys, code, segment, is_over):
+    """A failed start may be restarted by its launcher; of an earlier start the last one continues."""
+    run = run_at(tmp_path / "run", 3)
+    (run / "run.json").write_text(json.dumps({"segment": 1, "config": {"training": {"train_iters": 4}}}))
+    write(run / "events.jsonl", {"kind": "stopped", "message": "m", "step": 3, "exit_code": code, "segment": segment})
+    status = read_run_status(run)
+    assert (status.is_done, status.is_over) == (False, is_over)
+    text = format_status(status)
+    assert (f"step 3 of 4, stopped (exit code {code})" in text) == (segment == 1)
+    assert (" left" in text) == (segment == 0)
+    if is_over:
+        watch(run, 0.01)
+        assert f"stopped (exit code {code})" in " ".join(capsys.readouterr().out.split())
+
+
+def test_monitor_of_one_pipeline_rank_has_no_bubble(tmp_path):
+    run = run_at(tmp_path / "run", 3)
+    header = {"record": "header", "segment": 0, "workers": [{"worker": 0, "ranks": [0]}]}
+    write(run / "profile.jsonl", header, {"record": "step", "step_ns": 100, "busy_ns": [24]})
+    status = read_run_status(run)
+    assert (status.loads, status.bubble) == ([0.24], None)
+    assert "bubble" not in format_status(status)
+
+
 def test_monitor_shows_a_run_without_steps(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     view = read_run_status(tmp_path)

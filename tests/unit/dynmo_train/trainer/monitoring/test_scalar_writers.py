@@ -28,7 +28,7 @@ def made(monkeypatch):
 
 def writers(tmp_path, *, rank0=True, **options):
     directory = RunDirectory(path=tmp_path / "first", run_id="0123456789abcdef", segment=1)
-    return scalar_writers_on_rank0(SimpleNamespace(is_rank0=rank0), config_of(**SMALL, **options), directory)
+    return scalar_writers_on_rank0(SimpleNamespace(is_rank0=rank0), config_of(**SMALL, **options), directory, step=2)
 
 
 def test_no_writers_without_options(tmp_path, made):

@@ -296,13 +296,8 @@ def test_full_disk_drops_whole_events(tmp_path, monkeypatch, capsys):
     assert len(path.read_bytes()) == len(sound) + len(record(event(0.0, 3, {"lm loss": 2.5})))
 
 
-def test_event_file_contains_the_scalars(tmp_path):
-    writer = EventWriter(tmp_path / "board")
-    writer.scalars(300, tensorboard_scalars(IterationStats(**FIGURES)))
-    writer.scalars(301, {"lm loss": 2.5})
-    writer.close()
-    [path] = (tmp_path / "board").iterdir()
-    assert path.name.startswith("events.out.tfevents.")
+def messages_of(path):
+    """The events of a file."""
     payload, messages = path.read_bytes(), []
     while payload:
         (length,) = struct.unpack("<Q", payload[:8])
@@ -310,6 +305,17 @@ def test_event_file_contains_the_scalars(tmp_path):
         assert record(message) == payload[: 16 + length]
         messages.append(parse(message))
         payload = payload[16 + length :]
+    return messages
+
+
+def test_event_file_contains_the_scalars(tmp_path):
+    writer = EventWriter(tmp_path / "board")
+    writer.scalars(300, tensorboard_scalars(IterationStats(**FIGURES)))
+    writer.scalars(301, {"lm loss": 2.5})
+    writer.close()
+    [path] = (tmp_path / "board").iterdir()
+    assert path.name.startswith("events.out.tfevents.")
+    messages = messages_of(path)
     assert dict(messages[0])[3] == b"brain.Event:2"
     assert dict(messages[1])[2] == 300
     values = [dict(parse(value)) for _, value in parse(dict(messages[1])[5])]
@@ -322,6 +328,15 @@ def test_event_file_contains_the_scalars(tmp_path):
         "iteration-time",
     }
     assert dict(parse(dict(parse(dict(messages[2])[5]))[1])) == {1: b"lm loss", 2: 2.5}
+
+
+def test_event_file_of_a_resumed_run_drops_later_steps_of_earlier_files(tmp_path):
+    """After a kill an earlier file has steps beyond the checkpoint, which a session log of a start drops."""
+    EventWriter(tmp_path, 300).close()
+    [path] = tmp_path.iterdir()
+    version, start = map(dict, messages_of(path))
+    assert version[3] == b"brain.Event:2"
+    assert (start[2], parse(start[7])) == (301, [(1, 1)])
 
 
 def test_event_file_is_readable_by_tensorboard(tmp_path):
@@ -337,6 +352,12 @@ def test_event_file_is_readable_by_tensorboard(tmp_path):
         (301, 2.5),
     ]
     assert [each.value for each in read.Scalars("batch-size")] == [2.0]
+    resumed = EventWriter(tmp_path / "later", 300)
+    resumed.scalars(301, {"lm loss": 3.5})
+    resumed.close()
+    Path(resumed.file.name).rename(tmp_path / "events.out.tfevents.9999999999.host.1")
+    losses = accumulator(str(tmp_path)).Reload().Scalars("lm loss")
+    assert [(each.step, each.value) for each in losses] == [(300, pytest.approx(10.86954)), (301, 3.5)]
 
 
 def test_event_bytes_equal_a_stored_one():
