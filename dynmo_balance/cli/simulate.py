@@ -82,8 +82,11 @@ def simulate(
     compression: CompressionFlags,
     device: DeviceOptions,
     recompute: Annotated[
-        Recompute, typer.Option(help="Activation recomputation of computed costs.", rich_help_panel="Costs")
-    ] = Recompute.NONE,
+        Recompute | None,
+        typer.Option(
+            help="Activation recomputation of computed costs. Default: as in the profile.", rich_help_panel="Costs"
+        ),
+    ] = None,
     fused_attention: FusedOption = True,
     costs: CostOptions,
     pictures: TimelineOptions,
@@ -105,7 +108,11 @@ def simulate(
 
     hardware = device.load()
     loaded = costs.load(
-        source, device=hardware, dtype=device.dtype, recompute=recompute.value, fused_attention=fused_attention
+        source,
+        device=hardware,
+        dtype=device.dtype,
+        recompute=None if recompute is None else recompute.value,
+        fused_attention=fused_attention,
     )
     if plan is not None:
         read, header = read_plan_of_profile(plan, loaded.header)

@@ -33,6 +33,8 @@ from .cost_window import ItemCosts
 from .devices import BYTES_PER_NUMBER, Device
 from .vocabulary import ShardTimes
 
+MAX_MATRICES = 64
+"""Maximum number of products that a header may state for an item."""
 RECOMPUTE = ("none", "selective", "full")
 STREAM = (5.5, 8.5)
 """Memory accesses per token and hidden unit of norm, dropout and residual, forward and backward.
@@ -280,11 +282,12 @@ def header_works(header: Header, shape: MicrobatchShape) -> tuple[ItemWork, ...]
     """
     stated = header.model.x_num_attention_heads
     heads = max(1, header.model.hidden_size // 64 if stated is None else whole(stated, "model.num_attention_heads"))
-    window, width = (
+    window, width, scores = (
         None if stated is None else max(1, whole(stated, f"model.{name}"))
         for name, stated in (
             ("attention_window", header.model.x_attention_window),
             ("key_value_width", header.model.x_key_value_width),
+            ("score_width", header.model.x_score_width),
         )
     )
     params = {item.name: item.param_count for item in header.items}
@@ -302,12 +305,18 @@ def header_works(header: Header, shape: MicrobatchShape) -> tuple[ItemWork, ...]
         if item.x_attention_window is not None:
             own = max(1, whole(item.x_attention_window, f"{item.name}.attention_window"))
         keys = shape.sequence if own is None else min(own, shape.sequence)
-        works.append(work_of_item(item, shape, heads, (used,), keys=keys, key_values=width))
+        inner = None if item.x_inner_width is None else max(1, whole(item.x_inner_width, f"{item.name}.inner_width"))
+        count = 1 if item.x_num_matrices is None else max(1, whole(item.x_num_matrices, f"{item.name}.num_matrices"))
+        # The vocabulary's matrix comes last, and is whole: its size is that of the logits.
+        weights = (used,) if item.kind == "head" else (used // count,) * min(count, MAX_MATRICES)
+        works.append(
+            work_of_item(item, shape, heads, weights, attention=scores, keys=keys, key_values=width, width=inner)
+        )
     return tuple(works)
 
 
 def costs_of_header(
-    header: Header, device: Device, dtype: str, recompute: str = "none", *, fused_attention: bool = False
+    header: Header, device: Device, dtype: str, recompute: str | None = None, *, fused_attention: bool | None = None
 ) -> ItemCosts:
     """The costs of the items of a profile without measurements, for a dry run.
 
@@ -315,12 +324,13 @@ def costs_of_header(
         header: of the profile.
         device: rates in operations, bytes and ns.
         dtype: of matrix products.
-        recompute: ``none``, ``selective`` or ``full``.
-        fused_attention: whether scores stay out of memory.
+        recompute: ``none``, ``selective`` or ``full``; None is as in the header, else ``none``.
+        fused_attention: whether scores stay out of memory; None is as in the header, else that they do not.
 
     Raises:
         UsageError: the device has no rate for the dtype, the recomputation is unknown, or an ``x_`` value is invalid.
     """
+    stated = header.x_recompute if header.x_recompute in RECOMPUTE else "none"
     shape = MicrobatchShape(
         tokens=header.micro_batch_size * header.model.sequence_length // header.context_parallel_size,
         sequence=header.model.sequence_length,
@@ -328,8 +338,9 @@ def costs_of_header(
         dtype=dtype,
         tensor_parallel=header.tensor_parallel_size,
         context_parallel=header.context_parallel_size,
-        recompute=recompute,
-        fused_attention=fused_attention,
+        sequence_parallel=header.x_sequence_parallel is True,
+        recompute=recompute or stated,
+        fused_attention=header.x_fused_attention is True if fused_attention is None else fused_attention,
     )
     costs = costs_of(header_works(header, shape), shape, device)
     if header.x_vocabulary is not None:

@@ -23,8 +23,8 @@ WORKER_SPEED = "worker_speed"
 class Model:
     """What the run trains.
 
-    Optional keys: the heads of a layer, the elements of the keys and values of a token in a layer, and the keys that a
-    token attends to under a sliding window.
+    Optional keys: the heads of a layer, the elements of the keys and values of a token in a layer, heads times the mean
+    width of a key and a value, and the keys that a token attends to under a sliding window.
     """
 
     family: str
@@ -33,6 +33,7 @@ class Model:
     sequence_length: int
     x_num_attention_heads: int | None = None
     x_key_value_width: int | None = None
+    x_score_width: int | None = None
     x_attention_window: int | None = None
 
 
@@ -62,8 +63,9 @@ class Item:
     """One item of the layer list, at the finest granularity.
 
     Optional keys make predictions more exact: ``x_active_param_count``, the matrix weights that one token uses,
-    ``x_activation_bytes``, the bytes that a microbatch stores from forward to backward, and ``x_attention_window``, the
-    keys that a token attends to in this item, where layers differ.
+    ``x_activation_bytes``, the bytes that a microbatch stores from forward to backward, ``x_attention_window``, the
+    keys that a token attends to in this item, where layers differ, ``x_inner_width``, the numbers per token between its
+    matrices, and ``x_num_matrices``, into how many products the weights are divided.
     """
 
     name: str
@@ -79,6 +81,8 @@ class Item:
     x_active_param_count: int | None = None
     x_activation_bytes: int | None = None
     x_attention_window: int | None = None
+    x_inner_width: int | None = None
+    x_num_matrices: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +121,9 @@ class Header:
     x_replica_link: Mapping[str, Any] | None = None
     x_vocabulary: Mapping[str, Any] | None = None
     x_context_parallel_size: int | None = None
+    x_sequence_parallel: bool | None = None
+    x_recompute: str | None = None
+    x_fused_attention: bool | None = None
     x_expert_copies: Mapping[str, Any] | None = None
 
     @property

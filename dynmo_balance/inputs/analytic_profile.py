@@ -110,6 +110,20 @@ def _tied(spec: ModelSpec, row: dict[str, Any], to: str, options: BuildOptions) 
     }
 
 
+def _inner(spec: ModelSpec, options: BuildOptions, kind: str, number: int) -> dict[str, int]:
+    """The optional keys of an item of block ``number``, so that its costs can be computed from the profile."""
+    sequence, t = options.sequence or spec.sequence, options.tensor_parallel
+    is_mlp = kind == "mlp"
+    matrices = spec.mlp_matrices(t, number) if is_mlp else spec.attention_matrices(t)
+    found = {
+        "x_active_param_count": sum(matrices),
+        "x_num_matrices": len(matrices),
+        "x_inner_width": spec.mlp_width(number) if is_mlp else spec.attention_width,
+    }
+    keys = spec.keys(number, sequence)
+    return found if kind != "attention" or keys == sequence else {**found, "x_attention_window": keys}
+
+
 def _number_of(layer: str) -> int:
     """The index of a block in its stack: 7 for ``encoder.layers.7``."""
     return int(layer.rpartition(".")[2])
@@ -128,7 +142,7 @@ def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[s
         mlp = spec.mlp_params(t, _number_of(prefix))
         rows = [("attention", attention + relative), ("cross_attention", attention), ("mlp", mlp)]
         return [
-            item(f"{prefix}.{kind}", prefix, kind, params)
+            item(f"{prefix}.{kind}", prefix, kind, params) | _inner(spec, options, kind, _number_of(prefix))
             for kind, params in rows
             if cross or kind != "cross_attention"
         ]
@@ -196,6 +210,8 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
             "hidden_size": spec.hidden,
             "sequence_length": sequence,
             "x_num_attention_heads": spec.heads,
+            "x_key_value_width": 2 * spec.kv_heads * spec.head_size,
+            "x_score_width": spec.score_width,
         },
         "schedule": options.schedule,
         "virtual_stages_per_worker": options.virtual_stages,
@@ -206,6 +222,9 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
         # As in the trainer: gradients are reduced over both.
         "data_parallel_size": options.data_parallel * context,
         **({"x_context_parallel_size": context} if context > 1 else {}),
+        "x_sequence_parallel": options.sequence_parallel,
+        "x_recompute": options.recompute,
+        "x_fused_attention": options.fused_attention,
         "expert_parallel_size": 1,
         "link": {"bandwidth_bytes_per_s": bandwidth, "latency_ns": latency},
         "workers": [

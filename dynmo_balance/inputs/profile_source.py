@@ -156,8 +156,8 @@ def load(
     before_changes: bool = False,
     device: Device | None = None,
     dtype: str = "float32",
-    recompute: str = "none",
-    fused_attention: bool = False,
+    recompute: str | None = None,
+    fused_attention: bool | None = None,
 ) -> ProfileSource:
     """Read a profile or run directory.
 
@@ -168,7 +168,7 @@ def load(
         segment_number: the segment that counts; default: the newest with steps.
         before_changes: use the records before the first pruning or freezing of the segment.
         device: compute the costs for this device by ``costs.analytic``, even if some were measured.
-        dtype, recompute, fused_attention: of computed costs.
+        dtype, recompute, fused_attention: of computed costs; None is as in the header.
 
     Raises:
         DocumentError: the profile violates a rule.

@@ -483,6 +483,21 @@ def test_watch_warns_of_units_once_per_header(plan, run_dir):
     assert err.count("warning:") == 2
 
 
+@pytest.mark.parametrize("options", [(), ("--tensor-parallel", "2", "--sequence-parallel", "--recompute", "full")])
+def test_simulate_device_of_a_built_profile_is_what_was_built(plan, tmp_path, options):
+    """A token uses two of eight experts, and keys of two of eight heads."""
+    shape = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    shape |= {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1000}
+    config, profile = tmp_path / "config.json", tmp_path / "profile.jsonl"
+    config.write_text(json.dumps({"model_type": "mixtral", "max_position_embeddings": 512} | shape))
+    assert plan("profile", "build", config, "-o", profile, "--workers", "2", *options)[0] == 0
+    built, computed = (
+        json.loads(plan("simulate", profile, "--format", "json", *more)[1])["step_ns"]
+        for more in ((), ("--device", "h100", "--dtype", "bfloat16"))
+    )
+    assert computed == pytest.approx(built, rel=1e-3)
+
+
 def test_simulate_device_needs_only_a_header(plan, tmp_path):
     header = CONTRACTS / "profile/valid/header-only.jsonl"
     flags = ("--device", "h100", "--dtype", "bfloat16", "--recompute", "selective", "--balancer", "uniform")
