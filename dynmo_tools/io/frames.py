@@ -82,15 +82,16 @@ def _frame_bounds(file: int, size: int) -> list[tuple[int, int]]:
         if magic != MAGIC:
             raise ValueError("not a zstandard frame")
         # RFC 8878, 3.1.1.1: fields whose sizes the descriptor states.
-        descriptor = header[4]
+        (descriptor,) = struct.unpack_from("<B", header, 4)
         is_single = descriptor >> 5 & 1
         content_bytes = (is_single, 2, 4, 8)[descriptor >> 6]
         at += 5 + (1 - is_single) + (0, 1, 2, 4)[descriptor & 3] + content_bytes
         is_last = False
         while not is_last:
-            block = int.from_bytes(os.pread(file, 3, at).ljust(3, b"\1")[:3], "little")
+            block = int.from_bytes(os.pread(file, 3, at), "little")
             is_last = bool(block & 1)
             at += 3 + (1 if block >> 1 & 3 == RLE_BLOCK else block >> 3)
+            # Also where the header of a block is beyond the end: it is read as 0.
             if at > size:
                 raise ValueError("truncated frame")
         at += 4 * (descriptor >> 2 & 1)
