@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ def line_frames(path: Path) -> tuple[list[LineFrame], int]:
     size = os.path.getsize(path)
     with open(path, "rb") as handle:
         try:
-            bounds = _frame_bounds(handle.fileno(), size)
+            bounds = list(_frame_bounds(handle.fileno(), size))
         except (struct.error, ValueError):
             return [], 0
         if len(bounds) < 2:
@@ -63,14 +64,28 @@ def line_frames(path: Path) -> tuple[list[LineFrame], int]:
     return frames, text
 
 
-def _frame_bounds(file: int, size: int) -> list[tuple[int, int]]:
+def bytes_after_frames(path: Path) -> tuple[int, int] | None:
+    """The offset and number of bytes after complete frames that do not begin another one; None without any."""
+    size = os.path.getsize(path)
+    end = 0
+    with open(path, "rb") as handle:
+        try:
+            for bounds in _frame_bounds(handle.fileno(), size):
+                end = bounds[1]
+        except (struct.error, ValueError):
+            magic = int.from_bytes(os.pread(handle.fileno(), 4, end), "little")
+            if end and magic != MAGIC and magic & SKIPPABLE_MASK != SKIPPABLE:
+                return end, size - end
+    return None
+
+
+def _frame_bounds(file: int, size: int) -> Iterator[tuple[int, int]]:
     """The begin and end of each frame with data.
 
     Raises:
         ValueError: the file is not of frames.
         struct.error: it is truncated.
     """
-    bounds = []
     at = 0
     while at < size:
         begin = at
@@ -95,5 +110,4 @@ def _frame_bounds(file: int, size: int) -> list[tuple[int, int]]:
             if at > size:
                 raise ValueError("truncated frame")
         at += 4 * (descriptor >> 2 & 1)
-        bounds.append((begin, min(at, size)))
-    return bounds
+        yield begin, min(at, size)
