@@ -176,6 +176,7 @@ class RemoveDuplicatesSettings:
     id_key: tuple[str, ...] = setting(
         ("url",), help="Key of a document's name, as for find-duplicates; repeat for alternatives."
     )
+    save_dropped: Path | None = setting(None, output=True, help="File for the removed documents, with drop_reason.")
 
 
 class TokenizerModel(StrEnum):

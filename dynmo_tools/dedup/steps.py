@@ -392,6 +392,7 @@ def remove_named(task: Task) -> None:
     settings: RemoveDuplicatesSettings = task.job.settings
     removals = read_removal_set(settings.groups)
     writer = task.create(task.part(records_kind(task)))
+    dropped = DroppedWriter(task)
     # Once per slice: resolving a path reads the links of all its folders.
     real_file = os.path.realpath(task.slice.path)
     found: set[int] = set()
@@ -405,6 +406,7 @@ def remove_named(task: Task) -> None:
         else:
             found.add(number)
             task.counts.drop("duplicate")
+            dropped.write(row, "duplicate")
     task.create(task.part(FOUND)).write(np.fromiter(found, dtype=np.int64, count=len(found)).tobytes())
     task.facts["without_name"] = unnamed
 

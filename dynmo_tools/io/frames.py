@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ def line_frames(path: Path) -> tuple[list[LineFrame], int]:
     size = os.path.getsize(path)
     with open(path, "rb") as handle:
         try:
-            bounds = _frame_bounds(handle.fileno(), size)
+            bounds = list(_frame_bounds(handle.fileno(), size))
         except (struct.error, ValueError):
             return [], 0
         if len(bounds) < 2:
@@ -63,14 +64,28 @@ def line_frames(path: Path) -> tuple[list[LineFrame], int]:
     return frames, text
 
 
-def _frame_bounds(file: int, size: int) -> list[tuple[int, int]]:
+def bytes_after_frames(path: Path) -> tuple[int, int] | None:
+    """The offset and number of bytes after complete frames that do not begin another one; None without any."""
+    size = os.path.getsize(path)
+    end = 0
+    with open(path, "rb") as handle:
+        try:
+            for bounds in _frame_bounds(handle.fileno(), size):
+                end = bounds[1]
+        except (struct.error, ValueError):
+            magic = int.from_bytes(os.pread(handle.fileno(), 4, end), "little")
+            if end and magic != MAGIC and magic & SKIPPABLE_MASK != SKIPPABLE:
+                return end, size - end
+    return None
+
+
+def _frame_bounds(file: int, size: int) -> Iterator[tuple[int, int]]:
     """The begin and end of each frame with data.
 
     Raises:
         ValueError: the file is not of frames.
         struct.error: it is truncated.
     """
-    bounds = []
     at = 0
     while at < size:
         begin = at
@@ -82,17 +97,17 @@ def _frame_bounds(file: int, size: int) -> list[tuple[int, int]]:
         if magic != MAGIC:
             raise ValueError("not a zstandard frame")
         # RFC 8878, 3.1.1.1: fields whose sizes the descriptor states.
-        descriptor = header[4]
+        (descriptor,) = struct.unpack_from("<B", header, 4)
         is_single = descriptor >> 5 & 1
         content_bytes = (is_single, 2, 4, 8)[descriptor >> 6]
         at += 5 + (1 - is_single) + (0, 1, 2, 4)[descriptor & 3] + content_bytes
         is_last = False
         while not is_last:
-            block = int.from_bytes(os.pread(file, 3, at).ljust(3, b"\1")[:3], "little")
+            block = int.from_bytes(os.pread(file, 3, at), "little")
             is_last = bool(block & 1)
             at += 3 + (1 if block >> 1 & 3 == RLE_BLOCK else block >> 3)
+            # Also where the header of a block is beyond the end: it is read as 0.
             if at > size:
                 raise ValueError("truncated frame")
         at += 4 * (descriptor >> 2 & 1)
-        bounds.append((begin, min(at, size)))
-    return bounds
+        yield begin, min(at, size)

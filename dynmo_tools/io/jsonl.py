@@ -12,6 +12,7 @@ from typing import IO, Any, NamedTuple
 from .._common.document import MAX_DEPTH, MAX_TABLE_BYTES, open_regular, parse_any_json
 from .._common.errors import DynmoError, MissingExtraError, UsageError
 from .codecs import PIECE_BYTES, TruncatedError, is_compressed, open_read, trailing_bytes
+from .frames import bytes_after_frames
 
 BOM = b"\xef\xbb\xbf"
 EXCERPT_CHARACTERS = 200
@@ -220,13 +221,15 @@ def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
 
 
 def _check_trailing(path: Path, error: Exception) -> None:
-    """Report bytes after a complete gzip stream, which libraries call a truncated or damaged one."""
-    found = trailing_bytes(path) if path.suffix == ".gz" else None
+    """Report bytes after a complete stream, which libraries call a truncated or damaged one."""
+    find = {".gz": trailing_bytes, ".zst": bytes_after_frames}.get(path.suffix)
+    found = None if find is None else find(path)
     if found is not None:
         begin, count = found
         raise DynmoError(
-            f"{path}: the gzip stream is complete, but {count:,} bytes after it, from byte {begin}, are not gzip; "
-            f"if they are not data, remove them: head -c {begin} {path} > OTHER.gz; none of its documents were written"
+            f"{path}: the compressed stream is complete, but {count:,} bytes after it, from byte {begin}, are not of "
+            f"its format; if they are not data, remove them: head -c {begin} {path} > OTHER{path.suffix}; "
+            "none of its documents were written"
         ) from error
 
 

@@ -259,7 +259,7 @@ def bench_clean(options: argparse.Namespace, folder: Path) -> None:
 
     def ours() -> RunStats:
         shutil.rmtree(folder / "ours.jsonl.work", ignore_errors=True)
-        return run([*PREP, "clean", str(source), "-o", "ours.jsonl"], folder)
+        return run([*PREP, "clean", str(source), "-o", "ours.jsonl", "--normalize"], folder)
 
     stats = best(ours)
     slow = function_time(classic)

@@ -149,15 +149,16 @@ def test_damaged_file_fails_its_task_without_output(prep, tmp_path, ending, dama
     assert prep("merge", f"in{ending}", "-o", "out", "--overwrite")[0] == 0
 
 
-@pytest.mark.parametrize("count", [1, 2, 20, 3 << 20])
-def test_bytes_after_a_gzip_stream_are_named(prep, tmp_path, count):
-    whole = compressed(".gz", b'{"text": "one"}\n') + compressed(".gz", b'{"text": "two"}\n')
-    (tmp_path / "in.gz").write_bytes(whole + b"x" * count)
-    code, _, err = prep("merge", "in.gz", "-o", "out")
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("count", [1, 20, 3 << 20])
+def test_bytes_after_a_compressed_stream_are_named(prep, tmp_path, count, ending):
+    whole = compressed(ending, b'{"text": "one"}\n') + compressed(ending, b'{"text": "two"}\n')
+    (tmp_path / f"in{ending}").write_bytes(whole + b"x" * count)
+    code, _, err = prep("merge", f"in{ending}", "-o", "out")
     assert (code, (tmp_path / "out").exists()) == (1, False)
-    assert f"the gzip stream is complete, but {count:,} bytes after it, from byte {len(whole)}, are not gzip" in err
-    (tmp_path / "in.gz").write_bytes(whole[:-4])
-    assert "truncated" in prep("merge", "in.gz", "-o", "out", "--overwrite")[2]
+    assert f"the compressed stream is complete, but {count:,} bytes after it, from byte {len(whole)}, are not of" in err
+    (tmp_path / f"in{ending}").write_bytes(whole[:-4])
+    assert "truncated" in prep("merge", f"in{ending}", "-o", "out", "--overwrite")[2]
 
 
 def test_bytes_of_parquet_are_text_or_base64(prep, tmp_path):

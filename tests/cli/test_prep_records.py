@@ -96,9 +96,11 @@ def test_find_group_and_remove_match_dedup(prep, tmp_path):
     code, out, _ = prep("group-duplicates", pairs, "-o", groups, "--format", "json")
     assert json.loads(out)["largest_group"] == 3
     assert read(groups) == [{"0": ["u0", "u1", "u2"]}, {"1": ["u4", "u5"]}, {"2": ["u6", "u7"]}]
-    code, out, _ = prep("remove-duplicates", source, "-o", left, "--groups", groups)
-    assert (code, [row["n"] for row in read(left)]) == (0, [0, 3, 4, 6])
     dropped = ("--save-dropped", tmp_path / "dropped.jsonl")
+    code, out, _ = prep("remove-duplicates", source, "-o", left, "--groups", groups, *dropped)
+    assert (code, [row["n"] for row in read(left)]) == (0, [0, 3, 4, 6])
+    assert [(row["n"], row["drop_reason"]) for row in read(dropped[1])] == [(n, "duplicate") for n in (1, 2, 5, 7)]
+    dropped[1].unlink()
     assert prep("dedup", source, "-o", at_once, "--task-bytes", 2000, "--workers", 2, *dropped)[0] == 0
     assert at_once.read_bytes() == left.read_bytes()
     removed = [(row["n"], row["drop_reason"], row["duplicate_of"]) for row in read(tmp_path / "dropped.jsonl")]

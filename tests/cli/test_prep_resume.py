@@ -80,7 +80,7 @@ def run(left):
 sys.argv[0] = "dynmo-prep"
 draw, codes = random.Random(20), []
 while len(codes) < 60 and 0 not in codes:
-    codes.append(run(draw.randrange(1, 7)))
+    codes.append(run(draw.randrange(1, 20)))
 os.write(1, json.dumps(codes).encode())
 """
 

@@ -108,7 +108,8 @@ def dedup(work: Path) -> dict[str, Program]:
 
 def clean(work: Path) -> dict[str, Program]:
     corpus = corpus_in(work, 1)
-    command = ("dynmo-prep", "clean", corpus, "-o", "{out}.jsonl", "--language", "en", "--min-tokens", 128)
+    own = ("--language", "en", "--min-tokens", 128, "--normalize")
+    command = ("dynmo-prep", "clean", corpus, "-o", "{out}.jsonl", *own)
     return {
         "dynmo-prep": ours(*command, "--workers", 2, "--work-dir", "{out}.work"),
         "ftfy and langdetect": loop("clean", corpus, "{out}.jsonl"),

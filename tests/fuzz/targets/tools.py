@@ -352,6 +352,13 @@ def _bad_line() -> tuple[type[Exception], ...]:
     return (BadLineError,)
 
 
+def _zstandard_frames() -> bytes:
+    """Three frames, the second of which ends within a line."""
+    import zstandard
+
+    return b"".join(map(zstandard.compress, (b"a\n", b"b\nc", b"d\n")))
+
+
 def _xml_errors() -> tuple[type[Exception], ...]:
     from xml.etree import ElementTree
 
@@ -393,7 +400,13 @@ TARGETS = [
         call=_whole,
         errors=_xml_errors(),
     ),
-    file_target(f"{P}.io.mediawiki_dump:read_base", lambda _: [DUMP], file="dump.xml", errors=_xml_errors()),
+    file_target(f"{P}.io.mediawiki_dump:read_site", lambda _: [DUMP], file="dump.xml", errors=_xml_errors()),
+    file_target(f"{P}.io.frames:line_frames", lambda _: [_zstandard_frames()], file="in.jsonl.zst"),
+    bytes_target(
+        f"{P}.web.charset:decode",
+        [*HTML, b'<meta charset="gb2312">\xc4\xe3', b"\x1b$B%F%9%H", "<?xml encoding='utf-16'?>é".encode("utf-16")],
+        call=lambda decode, data: [decode(data, label, is_markup=True) for label in (None, "koi8-r", "utf-16")],
+    ),
     text_target(f"{P}.extract.wikitext:text_of", WIKITEXT),
     text_target(f"{P}.extract.html:extract_text", HTML),
     file_target(
