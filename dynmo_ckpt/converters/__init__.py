@@ -18,7 +18,7 @@ BUILTIN = {
 # Formats without a reader, and without a writer.
 NOT_READ = ("gguf",)
 NOT_WRITTEN = ("llama2c",)
-# Words of other programs for a format, as the value of --to and --from.
+# Names of a format in other programs, as the value of --to and --from.
 ALIASES = {
     **dict.fromkeys(
         ("torch_dist", "distcp", "torch_dcp", "mcore", "megatron", "megatron-core", "megatron_core"), "dcp"

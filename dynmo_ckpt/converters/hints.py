@@ -1,4 +1,4 @@
-"""What an input that is no checkpoint probably is, in a sentence with the remedy."""
+"""What an input without a checkpoint probably is, in a sentence with the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hint(path: Path, is_checkpoint: Callable[[Path], bool]) -> str:
     """What ``path`` probably is; empty where nothing is known.
 
     Args:
-        path: it is no checkpoint.
+        path: an input without a checkpoint.
         is_checkpoint: whether a directory is one.
     """
     if isinstance(path, RemotePath):

@@ -86,7 +86,7 @@ class CheckpointFormat:
 
 
 def get_format(name: str, without: Sequence[str] = ()) -> CheckpointFormat:
-    """The format of a name, or of a word of another program for it.
+    """The format of a name, or of its name in another program.
 
     Args:
         name: the name.

@@ -170,7 +170,7 @@ def _packed(module: str, words: Tensor, scale: Tensor, shape: tuple[int, int], d
 
 
 def stored_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """The numbers of rows and columns that files store as tensors.
+    """The numbers of rows and columns that files store as tensors ``[2]`` or ``[2, 1]``.
 
     Raises:
         CorruptError: a tensor is not two integers.
@@ -189,7 +189,16 @@ def stored_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
 
 
 def parts_of(tensors: Mapping[str, Tensor], what: str, names: Sequence[str]) -> list[Tensor]:
-    """Tensors of a module; raises ``CorruptError`` where one is missing."""
+    """The tensors of a module, of any shape.
+
+    Args:
+        tensors: by name.
+        what: the module, for messages.
+        names: of its tensors.
+
+    Raises:
+        CorruptError: one is missing.
+    """
     missing = [name for name in names if name not in tensors]
     if missing:
         raise CorruptError(f"{short_name(what)}: lacks {short_names(missing)}")
@@ -197,7 +206,7 @@ def parts_of(tensors: Mapping[str, Tensor], what: str, names: Sequence[str]) -> 
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor of eight bits as one of bytes, which the copy knows; others are unchanged."""
+    """A tensor of eight bits as one of bytes, which the copy knows, with its shape; others are unchanged."""
     if tensor.dtype not in QUANTIZED_BYTES:
         return tensor
     pieces = tuple(replace(p, view=_view_of_bytes(p.view)) for p in tensor.pieces)

@@ -47,6 +47,9 @@ def raw_type(directory: Path) -> Any:
 def without_wrappers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors under the names of the plain module, without those of torch.compile, FSDP, DDP and checkpointing.
 
+    Args:
+        tensors: by name, of any shape.
+
     Raises:
         CorruptError: two tensors have the same name then.
     """

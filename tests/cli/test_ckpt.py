@@ -153,15 +153,15 @@ def test_overwrite_replaces_one_checkpoint_and_nothing_else(ckpt, checkpoint, tm
         "two": ["config.json", "model.safetensors", "tuned/config.json", "tuned/model.safetensors"],
         "steps": ["checkpoints/step-00000001/manifest.json", "checkpoints/step-00000002/a.safetensors"],
     }
-    kept = []
+    unchanged = []
     for name, paths in others.items():
         for path in paths:
             (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / path).write_text("{}")
         message = ckpt("merge", run_dir, tmp_path / name, "--overwrite", code=2).stderr
         if "replaces one checkpoint only" in message and all((tmp_path / name / path).exists() for path in paths):
-            kept.append(name)
-    assert kept == list(others)
+            unchanged.append(name)
+    assert unchanged == list(others)
     (tmp_path / "file").write_text("x")
     ckpt("merge", run_dir, tmp_path / "file", "--overwrite", code=2)
     (tmp_path / "empty").mkdir()

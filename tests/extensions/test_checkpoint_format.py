@@ -105,7 +105,7 @@ def test_outside_format_options_that_it_lacks_are_refused(installed, tmp_path):
     assert "--tp: does not apply to --to packed" in run(installed, *to, "--tp", 2, code=2).stderr
     assert "do not store optimizer state" in run(installed, *to, "--with-optimizer", code=2).stderr
     assert (
-        "choose from native, dcp, hf, legacy, deepspeed, titan, gguf, llama2c, packed"
+        "choose from native, dcp, hf, legacy, deepspeed, titan, gguf, packed"
         in run(installed, *to[:-1], "other", code=2).stderr
     )
 

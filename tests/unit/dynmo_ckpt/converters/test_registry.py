@@ -32,7 +32,7 @@ def test_get_format_unknown_name_is_shortened_and_names_the_choices():
     assert {get_format(word).name for word in ("torch_dist", "megatron", "mcore", "distcp", "DCP")} == {"dcp"}
 
 
-# Files and links below a folder that is no checkpoint, and what the message has.
+# Files and links below a folder without a checkpoint, and what the message has.
 FOLDERS = [
     ({"models--a--b/snapshots/1/config.json": "{}"}, "models--OWNER--NAME/snapshots/REVISION of models--a--b"),
     ({"snapshots/1/config.json": "{}", "snapshots/2/config.json": "{}", "refs/main": "2"}, "give .*/snapshots/2"),
