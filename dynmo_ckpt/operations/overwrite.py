@@ -100,7 +100,7 @@ def is_step(name: str) -> bool:
 
 
 def refuse_other_files(target: Path, paths: Iterable[str]) -> None:
-    """Refuse to replace ``target`` where one of ``paths``, relative to it, does not belong to a checkpoint.
+    """Refuse to replace ``target`` where one of its ``paths``, relative to it, does not belong to a checkpoint.
 
     Raises:
         UsageError: one is not.

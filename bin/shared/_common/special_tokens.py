@@ -40,7 +40,7 @@ DOCUMENT_ENDS = (*END_TOKENS, "[SEP]")
 
 
 def merged_settings(documents: Iterable[Any]) -> dict[str, Any]:
-    """What the documents of ``TOKENIZER_SETTINGS`` state, in this order; other values than objects state nothing."""
+    """What the documents of ``TOKENIZER_SETTINGS`` state, in this order; null states nothing."""
     found: dict[str, Any] = {}
     for document in documents:
         if isinstance(document, Mapping):

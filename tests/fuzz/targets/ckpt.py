@@ -353,7 +353,11 @@ def _deepspeed_targets() -> list[Target]:
                 file=file,
                 label=f"deepspeed-{name}-{Path(file).stem}",
                 call=_open_with_optimizer,
-                more_readers=(f"{P}.converters.deepspeed:open_deepspeed", f"{P}.converters.zero:read_zero"),
+                more_readers=(
+                    f"{P}.converters.deepspeed:open_deepspeed",
+                    f"{P}.converters.deepspeed:read_transformers",
+                    f"{P}.converters.zero:read_zero",
+                ),
             )
             for file in chosen[:1] + chosen[-1:]
         )

@@ -19,7 +19,7 @@ def directory(tmp_path_factory):
     m = native_checkpoints.model(num_layers=1, hidden_size=4, num_attention_heads=2, ffn_hidden_size=6)
     m |= {"max_position_embeddings": 2, "vocab_size": 3, "padded_vocab_size": 4}
     p = native_checkpoints.parameters(m)
-    target = tmp_path_factory.mktemp("flip") / "step-00000001"
+    target = tmp_path_factory.mktemp("flip") / "step-00000008"
     tensors = p | native_checkpoints.masks(p) | native_checkpoints.optimizer_state(p)
     native_checkpoints.save(target, tensors, m, files={"tokenizer/tokenizer.json": b"{}", "conversion.json": b"{}\n"})
     return target
@@ -30,8 +30,10 @@ def findings(directory):
         return list(full_findings(directory, tick))
 
 
-def test_verify_intact_checkpoint_has_no_findings(directory):
+def test_verify_intact_checkpoint_has_no_findings_in_its_own_directory(directory, tmp_path):
     assert findings(directory) == []
+    copied = shutil.copytree(directory, tmp_path / "step-00000009")
+    assert "the manifest is of step 8" in " ".join(findings(copied))
 
 
 def test_verify_every_altered_bit_is_found(directory):
@@ -75,7 +77,7 @@ def test_verify_file_of_another_length_is_found(directory):
 
 
 def test_verify_unlisted_tensor_is_found(directory, tmp_path):
-    target = tmp_path / "step-00000001"
+    target = tmp_path / "step-00000008"
     shutil.copytree(directory, target)
     document = json.loads((target / "manifest.json").read_bytes())
     del document["tensors"]["head.norm.bias.exp_avg"]
