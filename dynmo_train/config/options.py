@@ -232,7 +232,7 @@ class OptionSpec:
             return self._within_bounds(value)
         if value == "":
             return None, Problem(self.flag, "range", "must not be empty")
-        if self.declaration.refers_to != "value" and (address := _ADDRESS.search(value)):
+        if self.declaration.refers_to != "value" and (address := _ADDRESS.search(str(value))):
             remedy = _REMEDY_OF_CHECKPOINTS if self.name in _CHECKPOINTS else "give a folder or file of this machine"
             return None, Problem(self.flag, "address", f"{address[0]} is an address, must be a local path; {remedy}")
         return value, None

@@ -80,6 +80,7 @@ def translate(
         declared: flag of this package to its number of values.
         flags: flags that are not declared.
     """
+    arguments = _without_truth_values(arguments, declared, flags)
     translated: list[str] = []
     notes: list[str] = []
     problems: list[Problem] = []
@@ -133,6 +134,21 @@ def translate(
     ]
     notes += [*combination.notes, *_remove_without_effect(translated, others)]
     return TranslatedCommand(tuple(translated), tuple(notes), tuple(problems))
+
+
+def _without_truth_values(
+    arguments: Sequence[str], declared: Mapping[str, int], flags: Mapping[str, CompatFlag]
+) -> list[str]:
+    """The arguments with ``--bf16`` for the Hugging Face Trainer's ``--bf16 True``, and ``--no-bf16`` for ``False``."""
+    found: list[str] = []
+    for word in arguments:
+        flag = declared_name(found[-1], declared, flags) if found and is_flag(found[-1]) else ""
+        if word not in ("True", "False") or declared.get(flag) != 0:
+            found.append(word)
+        elif word == "False":
+            negative = f"--no-{flag[2:]}"
+            found[-1:] = [negative] if negative in declared else []
+    return found
 
 
 def _replacement(known: CompatFlag, values: Sequence[str]) -> list[str]:

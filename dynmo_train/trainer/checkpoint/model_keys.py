@@ -87,6 +87,8 @@ def remedy_of(key: str, stored: Mapping[str, Any]) -> str:
     """
     if key == "activation":
         return f" (--activation {stored[key]} trains the model of the checkpoint)"
+    if key in TRAINING_KEYS and stored.get(key):
+        return f" ({TRAINING_KEYS[key]} {stored[key]} continues the training, --finetune takes the weights only)"
     if key == "max_position_embeddings" and stored.get("position_embedding") in WITHOUT_WEIGHTS:
         return f" (--max-position-embeddings {stored[key]} trains the model of the checkpoint, on any shorter samples)"
     if key == "rotary_scaling" and stored.get(key) is not None:

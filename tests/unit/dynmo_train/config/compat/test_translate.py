@@ -421,11 +421,12 @@ def test_arguments_of_the_hugging_face_trainer_have_their_meaning():
     words = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 9 --mock-data --max-seq-length 8"
     words += " --learning_rate 1e-3 --max_steps 7 --per_device_train_batch_size 3 --gradient_accumulation_steps 2"
     words += " --gradient_checkpointing True --save_total_limit 4 --lr_scheduler_type constant_with_warmup"
-    config, translation = config_from(f"{words} --do_train --optim adamw_torch")
+    config, translation = config_from(f"{words} --do_train --optim adamw_torch --bf16 True --fp16 False")
     training = config.training
     assert (config.optimizer.lr, config.optimizer.lr_decay_style, training.train_iters) == (1e-3, "constant", 7)
     assert (training.micro_batch_size, training.global_batch_size) == (3, 6)
     assert (training.recompute_granularity, config.run.keep_checkpoints) == ("full", 4)
+    assert (config.precision.bf16, config.precision.fp16) == (True, False)
     assert [note.partition(":")[0] for note in translation.notes] == ["--do-train"]
     (problem,) = translate(["--num_train_epochs", "3"], "gpt", declared("gpt")).problems
     assert "--train-samples" in problem.message

@@ -111,6 +111,8 @@ def test_what_belongs_to_the_training_is_not_taken_and_named():
     config = resolved(stored, "llama")
     shape = family_of(config).shape.moe
     assert shape.coefficients == {}
+    with pytest.raises(CheckpointError, match=r"\(--moe-aux-loss-coeff 0\.02 continues the training"):
+        check_same_model(checkpoint_of(stored), family_of(config))
     assert (shape.z_loss_coeff, shape.capacity_factor, shape.drop_policy) == (0.0, None, "probs")
     assert not {name for name, source in config.sources.items() if source == "checkpoint"} & {
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
