@@ -67,6 +67,7 @@ ONE = {
     for name in ("bert", "mixtral", "depths", "exits", "classifier", "sparse", "t5")
 } | {"bf16": on(ParallelDims(), replace(LOW["bf16"], dropout=0.0))}
 TWO = {
+    "t5": on(D2, model("t5")),
     "bf16": on(D2, LOW["bf16"]),
     "bf16, zero 2": on(D2, LOW["bf16"], ZERO),
     "fp16": on(D2, LOW["fp16"], OVERLAP),

@@ -239,7 +239,8 @@ def used(wheel, tmp_path_factory):
 
 def test_uses_has_every_extra():
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    combined = {"all", "quickstart", "dev", "apex"}  # apex is empty, dev is for the tests; CI installs the others
+    # apex is empty, dev and peers are for the tests; CI installs the others
+    combined = {"all", "quickstart", "dev", "peers", "apex"}
     assert {extra for extras in USES for extra in extras.split(",")} >= extras - combined
 
 

@@ -73,9 +73,12 @@ def _run(
     drawn: Any, label: str, run: Any, files: Mapping[str, Any], folder: Path, *, resumes: bool, name: str = "whole"
 ) -> Inputs:
     """A run of the generator as a plain list of arguments."""
-    given = {} if "mock_data" in run.options else files[drawn.family]
-    words = ["pretrain", drawn.family, "--run-dir", f"{{folder}}/{name}"]
+    family = run.options["family"]
+    given = {} if "mock_data" in run.options else files[family]
+    words = ["pretrain", family, "--run-dir", f"{{folder}}/{name}"]
     for option, value in (run.options | given).items():
+        if option == "family":
+            continue
         flag = f"--{option.replace('_', '-')}"
         words += [] if value is None else [flag] if value is True else [flag, str(value)]
     words += ["--load", f"{{folder}}/{name}"] * resumes

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.distributed.ports import free_port
-from tests.paths import ROOT
+from tests.paths import ROOT, extract
 
 Job = TypeVar("Job")
 SERVE = Path(__file__).with_name("serve.py")
@@ -46,7 +46,7 @@ def checkout(name: str, folder: Path) -> Path:
         raise MissingCommitError(f"{name}: must be a commit of this repository, or the path of a folder with a slash")
     packed = subprocess.run(["git", "archive", name], cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=BytesIO(packed)) as archive:
-        archive.extractall(folder, filter="data")
+        extract(archive, folder)
     return folder
 
 

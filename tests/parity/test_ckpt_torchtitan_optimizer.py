@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_mask
 from tests.parity import test_ckpt_torchtitan as models
 from tests.parity.test_ckpt_torchtitan import CASES, DIM, HEADS, IDS, INIT, TOKENS, convert, randomize, theirs, titan
 
-checkpointer, filters, skip = models.checkpointer, *models.pytestmark
+checkpointer, pytestmark = models.checkpointer, models.pytestmark
 if checkpointer is not None:
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
     from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
@@ -29,7 +29,6 @@ if checkpointer is not None:
         ("DeepseekV2", "DeepseekV3"), DeepSeekV3StateDictAdapter
     )
 
-pytestmark = [pytest.mark.complete, filters, skip]
 float32_on_the_cpu = models.float32_on_the_cpu
 LR, STEPS = 1e-3, 3
 

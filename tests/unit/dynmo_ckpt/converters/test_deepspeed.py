@@ -20,6 +20,7 @@ from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.reference_model import load_array
+from tests.paths import extract
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 CASES = sorted(path.stem for path in FIXTURES.glob("*.json"))
@@ -34,7 +35,7 @@ def unpacked(tmp_path):
 
     def unpack(name):
         with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
-            archive.extractall(tmp_path, filter="data")
+            extract(archive, tmp_path)
         return tmp_path, json.loads((FIXTURES / f"{name}.json").read_text())
 
     return unpack
