@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 # Inputs of losses alone; weights of tokens may differ by step.
 OF_LOSSES = ("labels", "loss_mask")
@@ -27,6 +28,25 @@ def sample_hashes(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.tensor(hashes, dtype=torch.int64)
 
 
+def joined_hashes(hashes: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Return the hash of each sample from those of its parts; a collective over the ranks that share the tokens.
+
+    A part alone may occur in two samples. Its rank would skip the prefix where the others wait for its keys and values,
+    and what it had cached would be of other tokens.
+
+    Args:
+        hashes: Those of the parts of this rank, int64 ``[microbatches * B]``.
+        group: Ranks that share the tokens of a sample.
+        device: Device of the collective.
+    """
+    size = dist.get_world_size(group)
+    parts = torch.empty(size * len(hashes), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(parts, hashes.to(device), group=group)
+    rows = parts.view(size, -1).T.contiguous().cpu().numpy()
+    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
+    return torch.tensor([int.from_bytes(digest, "little") >> 1 for digest in digests], dtype=torch.int64)
+
+
 class FrozenPrefixCache:
     """Outputs of the frozen items of a rank's stages, sample by sample.
 
@@ -40,15 +60,47 @@ class FrozenPrefixCache:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.num_bytes = limit_bytes, 0
         self._rows: OrderedDict[tuple[int, int], dict[str, torch.Tensor]] = OrderedDict()
+        # Rows that a step reads, although outputs of its earlier microbatches may displace them.
+        self._held: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+
+    def agree(
+        self,
+        stages: Sequence[int],
+        keys: torch.Tensor,
+        microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Return the keys of a step, those negated that some rank of ``group`` would have to compute.
+
+        What is sharded over replicas, or sends tokens between them, is computed by all of them or by none.
+
+        Args:
+            stages: Indices of the stages of this rank that have frozen items.
+            keys: Hashes of the samples, int64 ``[microbatches * B]``.
+            microbatches: Number of microbatches.
+            group: Replicas.
+            device: Device of the collective.
+        """
+        rows = keys.view(microbatches, -1)
+        found = [all((stage, key) in self._rows for stage in stages for key in row) for row in rows.tolist()]
+        flags = torch.tensor(found, dtype=torch.int32, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
+        is_cached = flags.cpu().bool()
+        self._held = {
+            (stage, key): self._rows[stage, key] for stage in stages for key in rows[is_cached].flatten().tolist()
+        }
+        return torch.where(is_cached[:, None], rows, ~rows).flatten()
 
     def get(self, stage: int, keys: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """Return the outputs of a stage's frozen items for a microbatch; None if a sample is not cached.
 
         Args:
             stage: Index of the stage.
-            keys: Hashes of the samples, int64 ``[B]``.
+            keys: Hashes of the samples, int64 ``[B]``; negated ones are not read (:meth:`agree`).
         """
-        found = [self._rows.get((stage, key)) for key in keys.tolist()]
+        held, rows_of = self._held, self._rows
+        found = [held.get((stage, key)) or rows_of.get((stage, key)) for key in keys.tolist()]
         rows = [row for row in found if row is not None]
         if len(rows) < len(found):
             return None
@@ -59,10 +111,11 @@ class FrozenPrefixCache:
 
         Args:
             stage: Index of the stage.
-            keys: Hashes of the samples, int64 ``[B]``.
+            keys: Hashes of the samples, int64 ``[B]``, or negated ones.
             values: Outputs by name, ``[B, ...]``; copied.
         """
-        for index, key in enumerate(keys.tolist()):
+        for index, signed in enumerate(keys.tolist()):
+            key = signed if signed >= 0 else ~signed
             if (stage, key) not in self._rows:
                 # A view of the row would keep the outputs of the whole microbatch alive.
                 row = {name: value[index].clone() for name, value in values.items()}

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -56,7 +57,7 @@ from ..parallel.fsdp import connect_items, share_streams
 from ..parallel.process_groups import World
 from ..parallel.seeding import stable_seed
 from .epilogue import compressed_microbatches, epilogue_backwards, one_f_one_b_epilogue
-from .frozen_cache import FrozenPrefixCache, sample_hashes
+from .frozen_cache import FrozenPrefixCache, joined_hashes, sample_hashes
 from .graphed_items import most_in_flight
 from .partition import Partition, frozen_prefix
 from .pipeline_stage import ItemStage
@@ -299,6 +300,23 @@ class Pipeline:
         """
         return self._run(batch, training=True)
 
+    def _sample_keys(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the keys of the step's samples in the cache of the frozen prefix, the same decision on all ranks."""
+        groups, device = self.world.groups, self.world.device
+        keys = sample_hashes(inputs)
+        if groups.context is not None:
+            keys = joined_hashes(keys, groups.context, device)
+        frozen = [module for module in self.modules if module.cache is not None and module.frozen]
+        is_joint = self.world.dims.expert > 1 or any(
+            isinstance(layer, FSDPModule) or any(name == f"{GLOBAL}_loss" for name, _ in spec.metrics)
+            for module in frozen
+            for spec, layer in zip(module.specs, module.layers, strict=True)
+        )
+        if frozen and frozen[0].cache is not None and is_joint and groups.data is not None:
+            stages = [module.number for module in frozen]
+            keys = frozen[0].cache.agree(stages, keys, self.config.microbatches, groups.data, device)
+        return keys
+
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a batch without gradient and dropout; otherwise as :meth:`train_step`."""
         return self._run(batch, training=False)
@@ -319,7 +337,7 @@ class Pipeline:
         # torch splits every keyword along dimension 0, so that each microbatch gets its own global index.
         keywords["microbatch"] = torch.arange(microbatches.start, microbatches.stop)
         if training and any(module.cache is not None for module in self.modules):
-            keywords[SAMPLES] = sample_hashes(inputs)
+            keywords[SAMPLES] = self._sample_keys(inputs)
         # The head computes the loss from its inputs; torch requires a target where there is a loss function.
         target = keywords["microbatch"] if self.has_last else None
         losses: list[torch.Tensor] = []

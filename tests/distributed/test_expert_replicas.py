@@ -12,7 +12,8 @@ from dynmo_train.parallel.dims import ParallelDims
 from tests.distributed.layouts import DE, E2, OVERLAP, PE, TE, Layout, close, play_lists
 from tests.distributed.scenario import Scenario
 from tests.distributed.test_placement import cut
-from tests.distributed.whole_runs import events, figures, tensors, train, verify, write_data
+from tests.distributed.whole_runs import events, figures, run_command, tensors, train, verify, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -142,3 +143,28 @@ def test_run_with_copies_by_joint_plans_has_the_bits_of_one_without(tmp_path):
     assert figures(joint) == figures(still)
     assert tensors(joint, 7) == tensors(still, 7)
     verify(joint)
+
+
+SHARED_PREFIX = {
+    "experts": ("--num-experts=4", "--moe-router-topk=2", "--expert-model-parallel-size=2"),
+    "zero 3": ("--zero-stage=3",),
+    "context": ("--context-parallel-size=2",),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_PREFIX)
+def test_ranks_agree_on_the_samples_of_the_activation_cache(tmp_path, name):
+    """Few samples, of which each rank meets others again: what they compute together, all compute or none."""
+    data = write_data(tmp_path / "data", documents=6, lengths=(20, 40))
+    found = []
+    for cache in ((), ("--freeze-cache-activations=4",)):
+        run = tmp_path / f"run{len(cache)}"
+        words = ["pretrain", "llama", "--run-dir", str(run), "--data-path", str(data), *SHARED_PREFIX[name], *cache]
+        options = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "vocab-size": 97}
+        options |= {"micro-batch-size": 1, "global-batch-size": 4, "train-iters": 16, "lr": 1e-3, "eval-iters": 0}
+        options |= {"split": "100,0,0", "freeze-schedule": "1:1", "pipeline-model-parallel-size": 1}
+        words += [f"--{option}={value}" for option, value in options.items()]
+        results = run_workers(run_command, 2, [*words, "--untie-embeddings-and-output-weights"], joins=False)
+        assert [code for code, _ in results] == [0, 0], results
+        found.append(figures(run))
+    assert found[0] == found[1]
