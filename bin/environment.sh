@@ -1,8 +1,9 @@
 # Sourced by the scripts of this folder: creates the virtual environment that they share and puts it on PATH.
 #
-#   . environment.sh [EXTRAS]
+#   . environment.sh [EXTRAS ["$@"]]
 #
-# EXTRAS       extras of pyproject.toml that the script needs, separated by commas (default: all)
+# EXTRAS       extras of pyproject.toml that the script needs, separated by commas (default: all); with the arguments of the script
+#              --help prints its first comment where there is no environment yet
 # DYNMO_VENV   path of the environment (default: .venv in the project)
 # PYTHON       interpreter that creates it (default: python3), 3.11 to 3.13
 # DYNMO_SETUP  "no": use the active environment as it is
@@ -14,6 +15,14 @@ fi
 extras=${1:-all}
 venv=${DYNMO_VENV:-$root/.venv}
 python=${PYTHON:-python3}
+
+# Help needs no installation: without an environment it is the comment at the top of the script.
+for word in "${@:2}"; do
+  if [ "$word" = --help ] && [ ! -x "$venv/bin/python" ]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit 0
+  fi
+done
 
 if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
   echo "$0: needs Python 3.11 to 3.13; set PYTHON to one (found: $("$python" --version 2>&1))" >&2

@@ -61,7 +61,7 @@ class FrozenPrefixCache:
         self.limit_bytes, self.num_bytes = limit_bytes, 0
         self._rows: OrderedDict[tuple[int, int], dict[str, torch.Tensor]] = OrderedDict()
         # Rows that a step reads, although outputs of its earlier microbatches may displace them.
-        self._held: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._pinned: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
 
     def agree(
         self,
@@ -87,7 +87,7 @@ class FrozenPrefixCache:
         flags = torch.tensor(found, dtype=torch.int32, device=device)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
         is_cached = flags.cpu().bool()
-        self._held = {
+        self._pinned = {
             (stage, key): self._rows[stage, key] for stage in stages for key in rows[is_cached].flatten().tolist()
         }
         return torch.where(is_cached[:, None], rows, ~rows).flatten()
@@ -99,8 +99,8 @@ class FrozenPrefixCache:
             stage: Index of the stage.
             keys: Hashes of the samples, int64 ``[B]``; negated ones are not read (:meth:`agree`).
         """
-        held, rows_of = self._held, self._rows
-        found = [held.get((stage, key)) or rows_of.get((stage, key)) for key in keys.tolist()]
+        pinned, rows_of = self._pinned, self._rows
+        found = [pinned.get((stage, key)) or rows_of.get((stage, key)) for key in keys.tolist()]
         rows = [row for row in found if row is not None]
         if len(rows) < len(found):
             return None

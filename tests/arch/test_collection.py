@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import subprocess
 import sys
@@ -115,3 +116,14 @@ def test_complete_level_runs_every_step_and_fails_with_one(monkeypatch, capsys):
     assert suite.main(["--step", "faults"]) == 2
     assert suite.main(["--all", "--step", "faults", "tests/unit"]) == 2
     assert ran[len(suite.STEPS) :] == ["faults", "fuzz"]
+
+
+@pytest.mark.parametrize("script", ["bench", "fault-campaign", "fuzz", "quickstart", "test"])
+def test_help_of_a_script_installs_nothing(tmp_path, script):
+    environment = {"PATH": os.environ["PATH"], "DYNMO_VENV": str(tmp_path / "venv")}
+    done = subprocess.run(
+        ["bash", f"bin/{script}", "--help"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"bin/{script}" in done.stdout
+    assert not (tmp_path / "venv").exists()

@@ -154,7 +154,7 @@ SHARED_PREFIX = {
 
 @pytest.mark.parametrize("name", SHARED_PREFIX)
 def test_ranks_agree_on_the_samples_of_the_activation_cache(tmp_path, name):
-    """Few samples, of which each rank meets others again: what they compute together, all compute or none."""
+    """Few samples, of which each rank repeats others: what they compute together, all compute or none."""
     data = write_data(tmp_path / "data", documents=6, lengths=(20, 40))
     found = []
     for cache in ((), ("--freeze-cache-activations=4",)):
