@@ -123,6 +123,9 @@ def copied_tokenizer(
     near = [_object(directory / name) for name in MODEL_SETTINGS if (directory / name).is_file()]
     ids = base | added
     special = special_ids(ids, settings, [*models, *near])
+    if not ids:
+        # Defaults of a configuration, such as those of GPT-2 with a small vocabulary, name no token of this model.
+        special = {name: numbers for name, numbers in special.items() if numbers[0] < vocab_size}
     for name, numbers in special.items():
         if numbers[0] >= vocab_size:
             raise UsageError(

@@ -99,7 +99,8 @@ MEDIA_ENDINGS = (
     ".jpg", ".jpeg", ".png", ".gif", ".svg", ".tif", ".tiff", ".webp", ".xcf", ".djvu", ".pdf", ".ogg", ".oga", ".ogv",
     ".ogx", ".opus", ".flac", ".wav", ".mp3", ".mid", ".mpg", ".webm", ".stl",
 )  # fmt: skip
-_RULE = re.compile(r"-\{(?!\{)((?:(?!-\{|\}-).)*+)\}-", re.DOTALL)
+# Without a possessive quantifier, which Python before 3.11.5 matches wrong in a group.
+_RULE = re.compile(r"-\{(?!\{)((?:[^-}]|-(?!\{)|\}(?!-))*)\}-")
 _FLAGS = re.compile(r"\s*([A-Z-](?:\s*;\s*[A-Z-])*|[a-z]{2,3}(?:-[a-z]+)*(?:\s*;\s*[a-z]{2,3}(?:-[a-z]+)*)*|)\s*\|")
 _VARIANT = re.compile(r"\s*(?:[^;:=>]*=>\s*)?([a-z]{2,3}(?:-[a-z]+)*)\s*:")
 _VARIANT_END = re.compile(r";(?=\s*(?:(?:[^;:=>]*=>\s*)?[a-z]{2,3}(?:-[a-z]+)*\s*:|$))")
