@@ -145,8 +145,12 @@ class Chain:
 
     @cached_property
     def move_bytes(self) -> tuple[int, ...]:
-        """Bytes that moving each item transfers: parameters and optimizer state; gradients do not exist then."""
-        return tuple(item.param_bytes + item.optimizer_bytes for item in self.items)
+        """Bytes that moving each item transfers: parameters, and optimizer state of trained items.
+
+        Gradients do not exist between two steps; freezing frees the optimizer state.
+        """
+        pairs = zip(self.items, self.is_trained, strict=True)
+        return tuple(item.param_bytes + item.optimizer_bytes * trained for item, trained in pairs)
 
     @cached_property
     def frozen_items(self) -> int:

@@ -237,6 +237,15 @@ def test_verify_memory_above_that_of_the_profile_is_refused(plan, made):
     assert "constraints.memory_bytes[1]: is 100,000,000, the profile's worker has 10,000,000" in err
 
 
+def test_verify_shards_of_a_whole_output_layer_are_refused(plan, made):
+    path, options = made("plain")
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"x_vocabulary": {"shards_per_worker": [1, 1, 1]}}))
+    code, _, err = plan("verify", path, *options)
+    assert code == 1
+    assert "x_vocabulary: is {'shards_per_worker': [1, 1, 1]}, recomputed None" in err
+
+
 def test_verify_valid_plan_prints_the_rules_it_obeys(plan, made):
     path, options = made("memory")
     code, out, _ = plan("verify", path, *options)

@@ -75,7 +75,19 @@ def verify(plan: Plan, inputs: VerifyInputs, base: Plan | None, file_name: str =
     faults += _predicted_faults(plan, measures, _base_step_ns(plan, inputs, base))
     if plan.optimality is not None:
         faults += _bound_faults(plan, inputs, pipeline, measures)
-    return faults + _migration_faults(plan, inputs, base)
+    faults += _vocabulary_faults(plan, pipeline)
+    return faults + _migration_faults(plan, inputs, base, pipeline)
+
+
+def _vocabulary_faults(plan: Plan, pipeline: Pipeline) -> list[Fault]:
+    """The shards of the output layer on each worker, which only a run with shards has."""
+    workers, count = len(plan.workers), 0 if pipeline.vocabulary is None else pipeline.vocabulary.count
+    on = Counter(shard * workers // count for shard in range(count))
+    needed = {"shards_per_worker": [on[at] for at in range(workers)]} if count else None
+    stated = (plan.extra or {}).get("x_vocabulary")
+    if stated == needed or (stated is None and plan.balancer == "initial"):
+        return []
+    return [Fault("x_vocabulary", "value", f"is {stated}, recomputed {needed}")]
 
 
 def _added_workers(plan: Plan, header: Header) -> list[int]:
@@ -333,7 +345,7 @@ def _bound_faults(plan: Plan, inputs: VerifyInputs, pipeline: Pipeline, measures
     return faults
 
 
-def _migration_faults(plan: Plan, inputs: VerifyInputs, base: Plan | None) -> list[Fault]:
+def _migration_faults(plan: Plan, inputs: VerifyInputs, base: Plan | None, pipeline: Pipeline) -> list[Fault]:
     """The moves from the base, their bytes, the largest link and the pause."""
     if plan.base_plan_id is not None and base is None:
         message = f"plan {plan.base_plan_id} is not available, so moves and gain cannot be checked; pass it with --base"
@@ -344,7 +356,12 @@ def _migration_faults(plan: Plan, inputs: VerifyInputs, base: Plan | None) -> li
     before: Mapping[str, int] = base.owner if base is not None else plan.owner
     if base is not None and plan.action == "keep" and plan.stages != base.stages:
         faults.append(Fault("stages", "value", "must be those of the base, as the plan keeps the partition"))
-    size = {item.name: item.param_bytes + item.optimizer_bytes for item in inputs.header.items}
+    # The frozen front has no optimizer state, unless it shares a weight that is trained elsewhere.
+    shared = {item.tied_to for item in pipeline.items} | {item.name for item in pipeline.items if item.tied_to}
+    size = {
+        item.name: item.param_bytes + item.optimizer_bytes * (at >= pipeline.frozen or item.name in shared)
+        for at, item in enumerate(pipeline.items)
+    }
     moved = [(item, before[item], to, size[item]) for item, to in plan.owner.items() if before.get(item, to) != to]
     stated = plan.migration
     if sorted(moved) != sorted((move.item, move.from_worker, move.to_worker, move.bytes) for move in stated.moves):
