@@ -220,6 +220,19 @@ def test_verify_forged_migration_is_refused(plan, made_from_base):
     check_every_forgery(plan, *made_from_base)
 
 
+def test_verify_frozen_items_move_without_optimizer_state(plan, made, tmp_path):
+    path, options = made("uniform")
+    base, moved = tmp_path / "base.json", tmp_path / "moved.json"
+    path.rename(base)
+    assert plan("partition", options[1], "--current", base, "--pin", "layers.0:1", "-o", moved)[0] == 0
+    moves = {move["item"]: move["bytes"] for move in json.loads(moved.read_text())["migration"]["moves"]}
+    sizes = {one["name"]: (one["param_bytes"], one["optimizer_bytes"]) for one in header()["items"]}
+    assert moves["layers.0.mlp"] == sizes["layers.0.mlp"][0]
+    assert moves["layers.1.mlp"] == sum(sizes["layers.1.mlp"])
+    code, _, err = plan("verify", moved, *options, "--base", base)
+    assert code == 0, err
+
+
 def test_verify_plan_without_its_base_is_refused(plan, made_from_base):
     path, options = made_from_base
     code, _, err = plan("verify", path, *options[:2])
