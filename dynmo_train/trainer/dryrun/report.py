@@ -67,6 +67,7 @@ class DryRunReport:
             ``--moe-expert-slots``; included in the peak.
         replica_bytes: largest number of bytes that a device sends to other data-parallel ranks in a step.
         replica_bytes_frozen: the same after each freeze of ``--freeze-schedule``.
+        not_modelled: what of the run the figures leave out, as sentences.
     """
 
     parameters: int
@@ -80,6 +81,7 @@ class DryRunReport:
     expert_copies_bytes: int
     replica_bytes: int
     replica_bytes_frozen: list[FrozenTraffic]
+    not_modelled: list[str]
 
 
 def _sharded_builder(family: ModelFamily, tensor: int, expert: int = 1) -> Callable[[str], nn.Module]:
@@ -271,6 +273,7 @@ def dry_run(config: Config, device: str) -> DryRunReport:
         replica_bytes_frozen=[
             FrozenTraffic(after_step=step, replica_bytes=sent_after(step)) for step, _ in schedule if step > 0
         ],
+        not_modelled=not_modelled(config),
     )
 
 
@@ -304,6 +307,20 @@ def _frozen_counts(config: Config, family: ModelFamily, step: int) -> dict[str, 
     }
 
 
+def not_modelled(config: Config) -> list[str]:
+    """What of a run the figures leave out, as sentences."""
+    compression = config.compression
+    flags = {"--inter-grad-comp": compression.inter_grad_comp, "--grad-comp": compression.grad_comp}
+    flags |= {"--selective-grad-comp": compression.selective_grad_comp, "--emb-comm-opt": compression.emb_comm_opt}
+    used = [flag for flag, is_on in flags.items() if is_on]
+    if not used:
+        return []
+    return [
+        f"gradient compression ({', '.join(used)}): memory of its errors and factors, its time, and the bytes that it"
+        " saves; dynmo-plan simulate has its time and bytes"
+    ]
+
+
 def print_dry_run(config: Config, device: str, form: Format) -> None:
     """Print the resources of a run; see :func:`dry_run`.
 
@@ -325,5 +342,7 @@ def print_dry_run(config: Config, device: str, form: Format) -> None:
         for each in report.replica_bytes_frozen:
             emit(f"  after the freeze at iteration {each.after_step:,}: at most {human_bytes(each.replica_bytes)}")
     emit(f"step time on {device}: {report.step_s:.3f} s | bubble: {report.bubble_fraction:.1%}")
+    for sentence in report.not_modelled:
+        emit(f"not modelled: {sentence}")
     if config.precision.uses_float8:
         emit("the step time is that of products in bfloat16; those in float8 are faster")

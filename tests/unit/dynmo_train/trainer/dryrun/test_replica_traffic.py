@@ -6,7 +6,7 @@ import pytest
 
 from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.trainer.dryrun.replica_traffic import replica_bytes
-from dynmo_train.trainer.dryrun.report import dry_run
+from dynmo_train.trainer.dryrun.report import dry_run, not_modelled
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 COUNT, REPLICAS, MICROBATCHES = 1_000_000, 8, 4
@@ -33,6 +33,15 @@ def sent(frozen: float = 0.0, **options) -> float:
 )
 def test_replica_bytes_of_stages_are_sums_of_rings(options, per_parameter):
     assert sent(**options) == pytest.approx(per_parameter * (REPLICAS - 1) / REPLICAS)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [({}, ""), ({"inter_grad_comp": True}, "(--inter-grad-comp)"), ({"grad_comp": True}, "(--grad-comp)")],
+)
+def test_compression_is_named_as_not_modelled(options, flags):
+    found = not_modelled(config_of(DefaultContext(world_size=REPLICAS), **SMALL, **options))
+    assert [flags in sentence for sentence in found] == [True] * bool(flags)
 
 
 @pytest.mark.parametrize(
