@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from .._common.console import Format, emit, emit_json, emit_table, human_bytes, print_message
+from .._common.console import Format, emit, emit_table, human_bytes, print_message
 from .._common.document import MAX_INTEGER, MAX_RANKS, MAX_SIZE, MAX_STEPS
 from .._common.option_groups import grouped
-from .options import CostOptions, FormatOption, MemoryOption, SourceArgument
+from .options import CostOptions, FormatOption, MemoryOption, SourceArgument, write_plan
 
 if TYPE_CHECKING:
     from ..costs.expert_loads import ExpertLoads
@@ -90,7 +90,6 @@ def experts(
     Reads the tokens per expert of a profile. The largest load of a rank is compared with a proven lower bound. Ranks
     without memory for all replicas get fewer.
     """
-    from .._common.document import parse_json, write_whole
     from ..costs.expert_loads import expert_loads
     from ..formats.expert_plan import encode_expert_plan
     from ..formats.profile import read_profile
@@ -99,14 +98,8 @@ def experts(
     path = profile_path(source)
     loads = expert_loads(read_profile(path), str(path), window=costs.window, at_step=costs.at_step)
     plan = _plan(source, loads, ranks, moves, costs, memory)
-    needed = output is not None or output_format is Format.JSON
-    payload = encode_expert_plan(plan, str(output or "the plan")) if needed else b""
-    if output is not None:
-        write_whole(output, payload)
-        print_message(f"wrote {output}")
-    if output_format is Format.JSON:
-        emit_json(parse_json(payload))
-    else:
+    write_plan(lambda name: encode_expert_plan(plan, name), output, output_format)
+    if output_format is not Format.JSON:
         _show(plan)
 
 

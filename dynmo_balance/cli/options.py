@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from .._common.console import Format
+from .._common.console import Format, emit_json, print_message
 from .._common.document import MAX_INTEGER, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS
 from .._common.panel import Panel
 
@@ -320,3 +321,23 @@ class CompressionFlags:
             fuse_ties=self.emb_comm_opt,
             device=load_device(self.compression_device) if self.compression_device else hardware or load_device("cpu"),
         )
+
+
+def write_plan(encode: Callable[[str], bytes], output: Path | None, output_format: Format) -> None:
+    """Write a plan to a file, and print the same document where JSON is asked for.
+
+    Args:
+        encode: from the name of the plan, for errors, to its bytes.
+        output: file to write; None writes none.
+        output_format: of what is printed.
+    """
+    from .._common.document import parse_json, write_whole
+
+    if output is None and output_format is not Format.JSON:
+        return
+    payload = encode(str(output or "the plan"))
+    if output is not None:
+        write_whole(output, payload)
+        print_message(f"wrote {output}")
+    if output_format is Format.JSON:
+        emit_json(parse_json(payload))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._common.console import Format, emit, emit_json, print_message
+from .._common.console import Format, emit
 from .._common.option_groups import grouped
 from ..formats.plan import encode_plan
 from .options import (
@@ -22,6 +22,7 @@ from .options import (
     PipelineOptions,
     ScheduleOrSearch,
     SourceArgument,
+    write_plan,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ def partition(
     """
     from dataclasses import replace
 
-    from .._common.document import parse_json, write_whole
     from ..analysis.explain import shards_remedy
     from ..formats.plan import read_plan_of_profile
     from ..inputs.problem_from_options import ProblemOptions, make_problem
@@ -98,14 +98,8 @@ def partition(
     problem = make_problem(loaded, options, base)
     proposal = _proposal(loaded, problem, base, schedule, granularity, balancer, objective)
     plan = _plan(loaded, proposal, base, balancer)
-    needed = output is not None or output_format is Format.JSON
-    payload = encode_plan(plan, str(output or "the plan")) if needed else b""
-    if output is not None:
-        write_whole(output, payload)
-        print_message(f"wrote {output}")
-    if output_format is Format.JSON:
-        emit_json(parse_json(payload))
-    else:
+    write_plan(lambda name: encode_plan(plan, name), output, output_format)
+    if output_format is not Format.JSON:
         static_step_ns = predict(proposal.problem, uniform.boundaries(proposal.problem)).step_ns
         is_searched = schedule in SEARCHED or granularity is GranularityOrSearch.AUTO
         print_proposal(proposal, static_step_ns, is_minimized=is_searched or balancer == "exact")

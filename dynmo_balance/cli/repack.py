@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._common.console import Format, emit, emit_json, emit_table, human_bytes, print_message
+from .._common.console import Format, emit, emit_table, human_bytes
 from .._common.option_groups import grouped
 from ..formats.plan import encode_plan
 from .options import (
@@ -18,6 +18,7 @@ from .options import (
     PipelineOptions,
     ScheduleOption,
     SourceArgument,
+    write_plan,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def repack(
 
     Every number of workers is tried with the exact balancer. Exits with code 4 when no worker can be released.
     """
-    from .._common.document import parse_json, write_whole
     from .._common.errors import UsageError
     from ..inputs.problem_from_options import ProblemOptions, make_problem
     from ..output.tables import print_stages
@@ -67,13 +67,8 @@ def repack(
             + ("" if is_text else _refusals(found))
         )
     small, plan = make_release_plan(loaded.header, problem, loaded.plan, chosen, loaded.last_step, reference)
-    needed = output is not None or output_format is Format.JSON
-    payload = encode_plan(plan, str(output or "the plan")) if needed else b""
-    if output is not None:
-        write_whole(output, payload)
-        print_message(f"wrote {output}")
+    write_plan(lambda name: encode_plan(plan, name), output, output_format)
     if not is_text:
-        emit_json(parse_json(payload))
         return
     emit(f"release workers {', '.join(map(str, plan.released_workers))}")
     if loaded.plan is not None:

@@ -49,7 +49,7 @@ def verify(
 ) -> None:
     """Recompute every number of a plan from the profile, without the solvers. Exits with code 1 if one is wrong.
 
-    Also of a plan of ``dynmo-plan experts``.
+    The plan may be one of dynmo-plan experts.
     """
     from ..analysis.verify.inputs import Overrides, load_inputs
     from ..analysis.verify.plan import verify as find_faults

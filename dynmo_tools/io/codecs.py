@@ -200,6 +200,7 @@ def trailing_bytes(path: Path) -> tuple[int, int] | None:
     decoder = zlib.decompressobj(16 + zlib.MAX_WBITS)
     with open(path, "rb") as handle:
         pending = handle.read(PIECE_BYTES)
+        offset = len(pending)
         while pending:
             try:
                 decoder.decompress(pending)
@@ -209,12 +210,14 @@ def trailing_bytes(path: Path) -> tuple[int, int] | None:
                 starts = _begins_member(path, begin)
                 return (begin, size - begin) if is_complete and not starts else None
             if decoder.eof:
-                is_complete = True
-                pending = decoder.unused_data or handle.read(PIECE_BYTES)
-                begin = handle.tell() - len(pending)
+                is_complete, pending = True, decoder.unused_data
+                begin = offset - len(pending)
                 decoder = zlib.decompressobj(16 + zlib.MAX_WBITS)
             else:
+                pending = b""
+            if not pending:
                 pending = handle.read(PIECE_BYTES)
+                offset += len(pending)
     # Fewer bytes than the header of a member.
     return (begin, size - begin) if is_complete and begin < size and not _begins_member(path, begin) else None
 
