@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._common.document import MAX_TABLE_BYTES, parse_any_json
+from .._common.document import MAX_TABLE_BYTES
 from .._common.errors import MissingExtraError
 from .._common.protobuf import protobuf_fields
 from .._common.special_tokens import special_ids
+from ..huggingface.tokenizer import read_object
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..io.files import read_file
 
@@ -201,15 +202,7 @@ class _Vocabulary:
 
 def _object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where the file is missing."""
-    if not path.is_file():
-        return {}
-    try:
-        found = parse_any_json(read_file(path, MAX_TABLE_BYTES), MAX_TABLE_BYTES)
-    except ValueError as error:
-        raise CorruptError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
-        raise CorruptError(f"{path}: must be a JSON object")
-    return found
+    return read_object(path) if path.is_file() else {}
 
 
 def _byte_level(path: Path, rows: int) -> _Vocabulary:

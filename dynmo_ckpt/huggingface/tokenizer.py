@@ -111,7 +111,7 @@ def copied_tokenizer(
         UsageError: the tokenizer has more tokens than the vocabulary of the model, or a file is a link elsewhere.
     """
     files = {name: read_file(directory / name, MAX_TABLE_BYTES) for name in tokenizer_names(directory)}
-    settings = merged_settings(_object(directory / name) for name in TOKENIZER_SETTINGS if name in files)
+    settings = merged_settings(read_object(directory / name) for name in TOKENIZER_SETTINGS if name in files)
     base, added = _token_ids(directory, files, settings)
     last = max(base.values(), default=-1)
     # Such a token would be beyond the embedding, which has no padding rows here. Added tokens may be: that of images of
@@ -120,7 +120,7 @@ def copied_tokenizer(
         raise UsageError(
             f"{directory}: the tokenizer has the token id {last}; the vocabulary of the model ends at {vocab_size - 1}"
         )
-    near = [_object(directory / name) for name in MODEL_SETTINGS if (directory / name).is_file()]
+    near = [read_object(directory / name) for name in MODEL_SETTINGS if (directory / name).is_file()]
     ids = base | added
     special = special_ids(ids, settings, [*models, *near])
     if not ids:
@@ -143,7 +143,12 @@ def copied_tokenizer(
     return TokenizerCopy(files=files, special=special, beyond=beyond)
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CorruptError: it is none.
+    """
     try:
         found = parse_any_json(read_file(path, MAX_TABLE_BYTES), MAX_TABLE_BYTES)
     except ValueError as error:
@@ -166,7 +171,7 @@ def _token_ids(
         base = _checked_ids(_vocabulary(name, files[name]))
     except ValueError as error:
         raise CorruptError(f"{directory / name}: not a vocabulary: {error}") from error
-    added = _object(directory / "added_tokens.json") if "added_tokens.json" in files else {}
+    added = read_object(directory / "added_tokens.json") if "added_tokens.json" in files else {}
     decoder = settings.get("added_tokens_decoder")
     for number, token in decoder.items() if isinstance(decoder, dict) else ():
         if number.isdecimal() and len(number) < 10 and isinstance(token, dict):
