@@ -15,6 +15,7 @@ INPUTS = {"Path", "str", "bytes", "bytes | str", "str | os.PathLike[str]", "torc
 EXEMPT = {
     "dynmo_balance.formats.plan:read_plan_of_profile": "read_plan, and rules of the header",
     "dynmo_balance.partition.registry:load_balancer": "a name, looked up in a table",
+    "dynmo_ckpt.huggingface.tokenizer:read_object": "the targets of folders with a tokenizer call it",
     "dynmo_ckpt.io.files:read_file": "returns bytes",
     "dynmo_ckpt.maps.name_map:load_map": "a file of the package",
     "dynmo_ckpt.native.checkpoint:load_manifest": "the targets of folders with a manifest call it",
