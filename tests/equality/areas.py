@@ -410,6 +410,7 @@ def _chain(tree: Tree, inputs: Path, chain: Inputs) -> Iterable[tuple[str, Any]]
     for step in chain["steps"]:
         done = tree.run("dynmo-ckpt", *_filled(step["words"], inputs / "checkpoints", folder), folder=folder)
         shown = _shown(done, names, is_measured=True)
+        shown["stdout"] = _comparable(_json_of(shown["stdout"]))
         out = folder / step["out"]
         digests = {
             path.relative_to(out).as_posix(): _checkpoint_digest(path, names)
@@ -423,9 +424,16 @@ def _chain(tree: Tree, inputs: Path, chain: Inputs) -> Iterable[tuple[str, Any]]
 def _checkpoint_digest(path: Path, names: Mapping[str, str]) -> str:
     data = path.read_bytes()
     if path.suffix == ".json":
-        document = without(_json_of(normalized(data.decode("utf-8"), names)), VOLATILE)
-        return digest(json.dumps(document).encode())
+        return digest(json.dumps(_comparable(_json_of(normalized(data.decode("utf-8"), names)))).encode())
     return digest(data)
+
+
+def _comparable(document: Any) -> Any:
+    """A document without fields that vary, and without checksums of files in which they do; those are compared."""
+    document = without(document, VOLATILE)
+    if isinstance(document, dict) and isinstance(files := document.get("files"), dict):
+        document["files"] = {name: None if name.endswith(".json") else entry for name, entry in files.items()}
+    return document
 
 
 # ---------------------------------------------------------------- dry runs

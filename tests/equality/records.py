@@ -25,7 +25,7 @@ MAX_CHARACTERS = 240
 EVERYWHERE = (
     (re.compile(r"\b([EWI])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ "), r"\1{time} "),  # a log line of torch
     (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\+00:00)?"), "{time}"),
-    (re.compile(r"\b(dynmo-\w+|dynmo_\w+) \d+\.\d+\.\d+\S*"), r"\1 {version}"),
+    (re.compile(r"\b(dynmo-\w+|dynmo_\w+) \d+\.\d+\.\d+[\w.+-]*"), r"\1 {version}"),
     (re.compile(r"\b(pid|process|PID) \d+"), r"\1 {pid}"),
     (re.compile(r"\b(127\.0\.0\.1|localhost|0\.0\.0\.0):\d{4,5}\b"), r"\1:{port}"),
     (re.compile(r"(--master-port|MASTER_PORT=?|port) \d{4,5}\b"), r"\1 {port}"),
