@@ -168,6 +168,9 @@ def tests_with(peer: str) -> list[Result]:
             [result] = run_counted({peer: [PYTHON, *pip, "--constraint", constraints.name]})
         if result.code:
             return [result]
+        # Their builds on PyPI are for CUDA and fail at import next to torch for CPUs; no test needs them.
+        packages_for_cuda = ["torchaudio", "torchcodec", "torchvision"]
+        run_counted({peer: [PYTHON, *pip[:4], "uninstall", "--quiet", "--yes", *packages_for_cuda]})
         installed.touch()
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH", "")]))
     return run_counted({peer: [PYTHON, "-m", "pytest", "--all", "-p", "no:xdist", *tests]}, {"PYTHONPATH": path})
