@@ -43,6 +43,13 @@ LONG_FIRST = ("distributed", "e2e", "faults", "parity", "cli", "mutants")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests that are marked complete")
+    parser.addoption("--no-skips", action="store_true", help="fail where a test is skipped")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("--no-skips") and reporter is not None and "skipped" in reporter.stats:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @functools.cache

