@@ -20,18 +20,25 @@ if [ $# -ne 2 ]; then
 fi
 . "$(dirname "$0")/environment.sh"
 
-urls=$1 folder=$2
+urls=$1 folder=$2 start=$PWD
+# given PATH: a path of the caller, in FOLDER; addresses and absolute paths stay.
+given() {
+  case $1 in
+    /* | *://*) echo "$1" ;;
+    *) echo "$start/$1" ;;
+  esac
+}
 run=(--workers "${WORKERS:-$(nproc)}" --executor "${EXECUTOR:-local}")
 mkdir -p "$folder"
 cd "$folder"
 
 if [ "$urls" != - ]; then
-  dynmo-prep blacklist-urls "$(realpath --canonicalize-missing "$OLDPWD/$urls")" -o clean_urls.txt --overwrite
+  dynmo-prep blacklist-urls "$(given "$urls")" -o clean_urls.txt --overwrite
   dynmo-prep fetch-urls clean_urls.txt -o pages.jsonl.zst \
     --user-agent "${USER_AGENT:?$0: set USER_AGENT to who you are, such as \'me (me@site.org)\'}"
   pages=pages.jsonl.zst
 else
-  pages=$(cd "$OLDPWD" && realpath --canonicalize-missing "${PAGES:?$0: set PAGES to the files of pages}")
+  pages=$(given "${PAGES:?$0: set PAGES to the files of pages}")
 fi
 dynmo-prep merge "$pages" -o merged.jsonl.zst "${run[@]}"
 dynmo-prep clean merged.jsonl.zst -o clean.jsonl.zst --normalize --min-tokens "${MIN_TOKENS:-128}" "${run[@]}"
@@ -41,14 +48,14 @@ dynmo-prep remove-duplicates clean.jsonl.zst -o unique.jsonl.zst --groups groups
 last=unique.jsonl.zst
 if [ -n "${TASKS:-}" ]; then
   tasks=()
-  for task in $TASKS; do tasks+=(--task "${task%%=*}=$(realpath --canonicalize-missing "$OLDPWD/${task#*=}")"); done
+  for task in $TASKS; do tasks+=(--task "${task%%=*}=$(given "${task#*=}")"); done
   dynmo-prep decontaminate unique.jsonl.zst -o safe.jsonl.zst "${tasks[@]}" "${run[@]}"
   last=safe.jsonl.zst
 fi
 dynmo-prep shuffle "$last" -o train_data.jsonl.zst --seed "${SEED:-1234}" "${run[@]}"
 tokens=()
 for file in "${VOCAB_FILE:-gpt2-vocab.json}" "${MERGE_FILE:-gpt2-merges.txt}"; do
-  tokens+=("$(cd "$OLDPWD" && realpath --canonicalize-missing "$file")")
+  tokens+=("$(given "$file")")
 done
 dynmo-prep binarize --input train_data.jsonl.zst --output-prefix openwebtext --tokenizer-type GPT2BPETokenizer \
   --vocab-file "${tokens[0]}" --merge-file "${tokens[1]}" --append-eod "${run[@]}"

@@ -14,12 +14,14 @@ from .._common.errors import UsageError
 from .._common.option_groups import grouped
 from ..launch.options import SINGLE_NODE, ExitOptions
 from ..launch.schedulers.hostfile import (
+    DEFAULT_SSH,
     Host,
     HostfileOptions,
     HostJob,
     filter_hosts,
     forwarded_environment,
     host_command,
+    is_this_machine,
     read_hostfile,
     run_on_hosts,
 )
@@ -90,13 +92,14 @@ def _visible_devices(host: Host) -> dict[str, str]:
         return {}
     present = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = present.split(",") if present else [str(slot) for slot in range(torch.cuda.device_count())]
+    if host.slots[-1] >= len(names):
+        raise UsageError(f"{host.name}: slot {host.slots[-1]}: this machine has {len(names)} GPUs")
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot] for slot in host.slots)}
 
 
-def _launch_locally(options: HostfileOptions) -> int:
+def _launch_locally(options: HostfileOptions, host: Host) -> int:
     """Run COMMAND in one process per slot of this machine, and return the exit code."""
-    _check_single_host("--min-nodes", options.min_nodes)
-    host = _local_slots(options)
+    need_torch()
     environment = parse_exports(options.export or ()) | (_visible_devices(host) if options.devices else {})
     nproc, restarts = len(host.slots), options.max_restarts
     if options.dry_run:
@@ -139,14 +142,19 @@ def _selected_hosts(options: HostfileOptions, file: Path) -> list[Host]:
 def launch_hostfile(options: HostfileOptions) -> None:
     """Run COMMAND on the hosts of a file over ssh, in this folder, and print the output of rank 0.
 
-    Without a file, run --num-gpus processes on this machine, by default one per GPU, as DeepSpeed's launcher does.
+    Without a file, run --num-gpus processes on this machine, by default one per GPU, as DeepSpeed's launcher does. A
+    file that names this machine alone needs no ssh either.
     """
     check_command(options.arguments)
     if options.hostfile is None and not DEFAULT_HOSTFILE.is_file():
-        raise typer.Exit(_launch_locally(options))
+        _check_single_host("--min-nodes", options.min_nodes)
+        raise typer.Exit(_launch_locally(options, _local_slots(options)))
+    hosts = _selected_hosts(options, options.hostfile or DEFAULT_HOSTFILE)
+    if len(hosts) == 1 and options.ssh == DEFAULT_SSH and is_this_machine(hosts[0].name):
+        raise typer.Exit(_launch_locally(options, hosts[0]))
     job = HostJob(
         options=options,
-        hosts=tuple(_selected_hosts(options, options.hostfile or DEFAULT_HOSTFILE)),
+        hosts=tuple(hosts),
         environment=forwarded_environment(os.environ, parse_exports(options.export or ())),
         folder=str(Path.cwd()),
     )

@@ -40,7 +40,7 @@ FORMATS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 _TRAINING_ONLY = "no effect without training"
 TASK_FLAGS: Mapping[str, CompatFlag] = {
-    **{flag: known for flag, known in FLAGS.items() if known.kind != "refused" or "launcher" in known.reason},
+    **FLAGS,
     "--top_p": becomes("--top-p", values=1),
     "--top_k": becomes("--top-k", values=1),
     "--sample_input_file": becomes("--sample-input-file", values=1),
@@ -48,6 +48,8 @@ TASK_FLAGS: Mapping[str, CompatFlag] = {
     "--activations-checkpoint-method": ignored(_TRAINING_ONLY, 1),
     "--recompute-activations": ignored(_TRAINING_ONLY),
     "--deepspeed-activation-checkpointing": ignored(_TRAINING_ONLY),
+    "--inference": ignored("these commands do nothing else"),
+    "--ds-inference": ignored("device and dtype choose the implementation"),
     "--faiss-use-gpu": refused("retrieval is not supported: leave it out"),
 }
 

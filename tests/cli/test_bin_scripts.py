@@ -288,6 +288,10 @@ def test_task_scripts_start_their_commands(place):
     (command,) = calls(place)
     assert command[command.index("--num-samples") + 1] == "3"
     assert command[-2:] == ["--sample-input-file", "prompts.txt"]
+    for words, samples in ((["--greedy"], "1"), ([], "2")):
+        script("generate_text.sh", *words)
+        (command,) = calls(place)
+        assert command[command.index("--num-samples") + 1] == samples
 
 
 @pytest.fixture

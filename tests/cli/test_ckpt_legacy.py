@@ -26,6 +26,26 @@ def test_convert_every_legacy_version_gives_equal_bytes(ckpt, native, legacy_sav
             assert "no tensor differs" in ckpt("diff", tmp_path / name, directory).stdout
 
 
+def test_a_rank_file_or_its_archive_is_a_checkpoint(ckpt, native, legacy_save, tmp_path):
+    _, m, p = native
+    legacy_save(tmp_path / "run", p, m)
+    [file] = (tmp_path / "run").rglob("model_optim_rng.pt")
+    (tmp_path / "alone.pt").write_bytes(file.read_bytes())
+    with zipfile.ZipFile(tmp_path / "published.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(file, "release/mp_rank_00/model_optim_rng.pt")
+        archive.writestr("release/latest_checkpointed_iteration.txt", "release")
+    for name in ("alone.pt", "published.zip", file.relative_to(tmp_path)):
+        assert "no tensor differs" in ckpt("diff", tmp_path / name, tmp_path / "run").stdout
+    # Of several ranks the file of one stands for all.
+    legacy_save(tmp_path / "ranks", p, m, tp=2)
+    one = next((tmp_path / "ranks").rglob("mp_rank_00/model_optim_rng.pt"))
+    assert "no tensor differs" in ckpt("diff", one, tmp_path / "run").stdout
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
+        archive.write(file, "iter_0000001/mp_rank_00/model_optim_rng.pt")
+        archive.write(file, "iter_0000002/mp_rank_00/model_optim_rng.pt")
+    assert "more than one iteration" in ckpt("info", tmp_path / "two.zip", code=4).stderr
+
+
 def test_open_gpt_neox_is_refused_with_the_remedy(ckpt, tmp_path):
     import random
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,16 @@ def test_launch_hostfile_passes_options_of_the_watchdog_to_launchers(place):
         shown = dynmo("launch", "hostfile", *file, *HANG, "--dry-run", *TRAIN).stdout.splitlines()
         assert shown
         assert all(" ".join(HANG) in line.partition(" -- ")[0] for line in shown)
+
+
+def test_launch_hostfile_with_this_machine_alone_needs_no_ssh(place):
+    for host, has_ssh in (("localhost", False), (socket.gethostname(), False), ("192.0.2.1", True)):
+        (place / "one").write_text(f"{host} slots=2\n")
+        shown = dynmo("launch", "hostfile", "--hostfile", "one", "--dry-run", *TRAIN).stdout
+        assert shown.startswith("ssh " if has_ssh else "dynmo-train launch local --nproc 2 "), shown
+    (place / "one").write_text("localhost slots=2\n")
+    words = ("launch", "hostfile", "--hostfile", "one", "--ssh", "rsh", "--dry-run", *TRAIN)
+    assert dynmo(*words).stdout.startswith("rsh localhost ")
 
 
 @pytest.mark.complete

@@ -178,7 +178,7 @@ def test_bin_openwebtext_from_pages_to_a_dataset(place):
             for copy in range(2 if number < 2 else 1):
                 pages.write(json.dumps({"text": text, "url": f"http://example.org/{number}/{copy}"}) + "\n")
         pages.write(json.dumps({"text": "too short", "url": "http://example.org/short"}) + "\n")
-    script(place, "openwebtext.sh", "-", "web", PAGES="pages.jsonl", WORKERS="1")
+    script(place, "openwebtext.sh", "-", "web", PAGES=str(place / "pages.jsonl"), WORKERS="1")
     tokens = place / "web" / "openwebtext_text_document.bin"
     dates = [path.stat().st_mtime_ns for path in (tokens, place / "web" / "groups.jsonl")]
     script(place, "openwebtext.sh", "-", "web", PAGES="pages.jsonl", WORKERS="1")  # finds all steps done
@@ -188,7 +188,7 @@ def test_bin_openwebtext_from_pages_to_a_dataset(place):
     assert not [url for url in unique if url.endswith(("0/1", "1/1", "short"))]
     assert (place / "web" / "openwebtext_text_document.idx").exists()
     assert "set PAGES" in script(place, "openwebtext.sh", "-", "other", code=1)
-    assert "set USER_AGENT" in script(place, "openwebtext.sh", "pages.jsonl", "third", code=1)
+    assert "set USER_AGENT" in script(place, "openwebtext.sh", str(place / "pages.jsonl"), "third", code=1)
 
 
 def lines_of_zst(place, name):

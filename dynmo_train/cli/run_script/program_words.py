@@ -114,6 +114,6 @@ def converter_words(arguments: Sequence[str], notes: list[str]) -> list[str]:
         notes.append("--config_file is ignored: the shapes follow from the checkpoint")
     if len(paths) != 1:
         return ["--to", "hf", *paths]
-    target = f"{paths[0].rstrip('/')}-hf"
+    target = f"{paths[0].removesuffix('.pt').removesuffix('.zip').rstrip('/')}-hf"
     notes.append(f"the converted checkpoint is {target}")
     return [*paths, target, "--to", "hf"]

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ _FORWARDED = re.compile(r"(NCCL|GLOO|OMP|CUDA|TORCH|DYNMO|MALLOC|PYTHON|UCX|FI|L
 # Exit code of ssh if it cannot connect.
 UNREACHABLE = 255
 POLL_S = 0.1
+DEFAULT_SSH = "ssh -o BatchMode=yes"
 _NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES", "DYNMO_LAUNCHER_PID", "DYNMO_LAUNCH_FILE"}
 
 
@@ -113,6 +115,22 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
     return remaining
 
 
+def is_this_machine(name: str) -> bool:
+    """Whether a host's name is of this machine: an address of it can be bound, or no name service knows it."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return name in (socket.gethostname(), socket.getfqdn())
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as tried:
+            try:
+                tried.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostfileOptions(HangOptions):
     """A command on the hosts of a file, or on this machine."""
@@ -148,7 +166,7 @@ class HostfileOptions(HangOptions):
     master_port: Annotated[
         int, typer.Option("--master-port", "--master_port", min=1, max=65535, help="Port on the first host.")
     ] = 29500
-    ssh: Annotated[str, typer.Option("--ssh", help="Remote shell command.")] = "ssh -o BatchMode=yes"
+    ssh: Annotated[str, typer.Option("--ssh", help="Remote shell command.")] = DEFAULT_SSH
     devices: Annotated[
         bool, typer.Option("--devices/--no-devices", help="Set CUDA_VISIBLE_DEVICES to the slots of the host.")
     ] = True

@@ -97,6 +97,9 @@ COMMANDS = {
     "python t/convert_megatron_gpt2_checkpoint.py --config_file c.json GPT-merged/": (
         "dynmo-ckpt convert GPT-merged/ GPT-merged-hf --to hf"
     ),
+    "python t/convert_megatron_gpt2_checkpoint.py w/megatron_lm_345m_v0.0.zip": (
+        "dynmo-ckpt convert w/megatron_lm_345m_v0.0.zip w/megatron_lm_345m_v0.0-hf --to hf"
+    ),
     "python tasks/main.py --task WIKITEXT103 --valid-data x": "dynmo-train tasks --task WIKITEXT103 --valid-data x",
     "WORLD_SIZE=8 python tools/ckpt_convert.py --model-type GPT": "dynmo-ckpt ckpt_convert --model-type GPT",
     "python tools/preprocess_data.py --input a.json": "dynmo-prep binarize --input a.json",
