@@ -3,8 +3,8 @@
 #
 #   bin/ASPLOS23/fig10.sh 335M|2.5B|8.3B Baseline|CB|CB-FE|CB-FE-SC [options]
 #
-# After Baseline and another one: `dynmo-train compare BASELINE OTHER` prints the ratio of the step times. Where no cluster
-# is at hand: `dynmo-plan simulate RUN --inter-grad-comp-rank 16 ...` predicts it for any link (dynmo_balance/README.md).
+# bin/ASPLOS23/tables.sh prints the figure over all schemes, `dynmo-train compare BASELINE OTHER` two of them. Where no
+# cluster is at hand: `dynmo-plan simulate RUN --inter-grad-comp-rank 16 ...` predicts it for any link (dynmo_balance/README.md).
 # The variables are those of bin/lib/optimus.sh.
 set -euo pipefail
 . "$(dirname "$0")/../lib/optimus.sh"

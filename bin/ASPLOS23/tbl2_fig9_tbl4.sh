@@ -3,7 +3,8 @@
 #
 #   bin/ASPLOS23/tbl2_fig9_tbl4.sh 335M|2.5B|8.3B Baseline|CB|CB-NON-LEP|CB-FE|CB-FE-SC [options]
 #
-# The loss of each run: `dynmo-train compare BASELINE OTHER`; Table 4's tasks: bin/ASPLOS23/zero_shot.sh.
+# Table 2 over all schemes: bin/ASPLOS23/tables.sh; the losses of two runs: `dynmo-train compare BASELINE OTHER`; the tasks of
+# Table 4: bin/ASPLOS23/zero_shot.sh.
 # The variables are those of bin/lib/optimus.sh.
 set -euo pipefail
 . "$(dirname "$0")/../lib/optimus.sh"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import http.server
+import json
 import lzma
 import os
 import re
@@ -268,6 +269,26 @@ def test_aws_batch_scripts_start_preparation_and_training(place):
         assert ("--use-distributed-optimizer" in arguments) == bool(zero)
         assert arguments[3:5] == ["--recipe", f"llama-2-{size}"]
     assert "MODEL_SIZE is 7b, 13b or 70b" in script("4.pre-train-llama2.sbatch", code=2, MODEL_SIZE="8b")
+
+
+def test_tables_of_optimus_cc_are_those_of_the_runs(place):
+    def write(name, steps_ms, losses=()):
+        records = [{"step": step, "step_ns": time * 10**6} for step, time in enumerate(steps_ms, 1)]
+        records += [{"step": len(steps_ms), "validation_loss": loss} for loss in losses]
+        (place / "runs" / name).mkdir(parents=True)
+        (place / "runs" / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+
+    assert "no run" in script("ASPLOS23/tables.sh", "runs", code=1)
+    write("GPT2-2.5B-Baseline", (9000, 1000, 1200, 1400), (3.0, 2.0))
+    write("GPT2-2.5B-CB", (9000, 1000), (2.0,))
+    write("GPT2-335M-CB-FE-Breakdown", (9000, 300))
+    rows = [
+        line.strip("| ").split(" | ") for line in script("ASPLOS23/tables.sh", "runs").splitlines() if "GPT-" in line
+    ]
+    assert rows[0] == ["GPT-2.5B", "Baseline", "7.39", "3.19", "1.000"]
+    assert rows[1] == ["GPT-2.5B", "CB", "7.39", "2.66", "1.200"]
+    assert rows[2] == ["GPT-2.5B", "CB-NON-LEP", "-", "-", "-"]
+    assert rows[8] == ["GPT-335M", "CB-FE", "300.0", "-"]
 
 
 def test_task_scripts_start_their_commands(place):
