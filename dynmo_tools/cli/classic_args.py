@@ -21,6 +21,8 @@ POSITIONAL_FILES = {
     "remove-duplicates": ("--groups", "", "--output"),
 }
 """Steps whose Megatron tool has positional files, and the flag of each position here."""
+# What the tool does by itself: cleanup_dataset.py applies all of ftfy.
+POSITIONAL_OPTIONS = {"clean": ("--normalize",)}
 RENAMED_FLAGS = {
     ("add-id", "--input-file"): "--input",
     ("add-id", "--output-file"): "--output",
@@ -128,4 +130,4 @@ def _from_positional(arguments: Sequence[str]) -> list[str]:
     if os.path.exists(files[output]):
         return []
     pairs = zip(places, files, strict=False)
-    return [step, *(word for pair in pairs for word in pair if word)]
+    return [step, *(word for pair in pairs for word in pair if word), *POSITIONAL_OPTIONS.get(step, ())]

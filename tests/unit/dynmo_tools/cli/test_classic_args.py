@@ -44,7 +44,7 @@ def test_megatron_pairs_become_flags():
 @pytest.mark.parametrize(
     ("given", "becomes"),
     [
-        ("clean in out", "clean in --output out"),
+        ("clean in out", "clean in --output out --normalize"),
         ("blacklist-urls folder out", "blacklist-urls folder --output out"),
         ("group-duplicates pairs out", "group-duplicates pairs --output out"),
         ("group-duplicates pairs out 0.7", "group-duplicates pairs --output out --threshold 0.7"),
