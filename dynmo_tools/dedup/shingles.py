@@ -16,6 +16,8 @@ _FINISH_2 = 0x94D049BB133111EB
 # Five characters, the default shingle, fit into one uint64. 4,095 distinct characters suffice for alphabets, but not
 # for all of Chinese: a pair is then numbered alone, or compared as strings.
 PACKED_BITS = 12
+# Characters of a text whose shingles are sorted at a time: a temporary array has 8 bytes for each.
+PART_CHARACTERS = 1 << 20
 
 
 def code_points(text: str) -> U32:
@@ -65,7 +67,11 @@ def pack(numbers: npt.NDArray[np.integer[Any]], length: int) -> U64:
     Returns:
         ``[distinct windows]``, uint64.
     """
-    packed = _windows(numbers.astype(np.uint64), length)
+    return _distinct(_windows(numbers.astype(np.uint64), length))
+
+
+def _distinct(packed: U64) -> U64:
+    """The distinct numbers, sorted; sorts ``packed``."""
     packed.sort()
     first = np.ones(len(packed), dtype=np.bool_)
     np.not_equal(packed[1:], packed[:-1], out=first[1:])
@@ -104,9 +110,17 @@ class Alphabet:
             Shingles ``[distinct shingles]``, sorted, uint64; None if the text is shorter than a shingle, a shingle
             needs more than 64 bits, or no numbers are left.
         """
-        points = code_points(text)
-        if len(points) < length or length * PACKED_BITS > 64:
+        if len(text) < length or length * PACKED_BITS > 64:
             return None
+        parts = []
+        for begin in range(0, len(text) - length + 1, PART_CHARACTERS):
+            numbers = self._numbers_of(code_points(text[begin : begin + PART_CHARACTERS + length - 1]))
+            if numbers is None:
+                return None
+            parts.append(pack(numbers, length))
+        return parts[0] if len(parts) == 1 else _distinct(np.concatenate(parts))
+
+    def _numbers_of(self, points: U32) -> npt.NDArray[np.uint16] | None:
         numbers = self._numbers[points]
         if not numbers.all():
             new = np.unique(points[numbers == 0])
@@ -116,7 +130,7 @@ class Alphabet:
             self._numbers[new] = np.arange(self._count + 1, self._count + 1 + len(new))
             self._count += len(new)
             numbers = self._numbers[points]
-        return pack(numbers, length)
+        return numbers
 
 
 def shingle_set(text: str, length: int) -> frozenset[str]:
@@ -157,9 +171,9 @@ def jaccard(first: str, second: str, length: int, divisor: str = "union") -> flo
     """
     if len(first) < length or len(second) < length:
         return 1.0 if first == second else 0.0
-    alphabet, numbers = np.unique(np.concatenate([code_points(first), code_points(second)]), return_inverse=True)
-    if len(alphabet) < 1 << PACKED_BITS and length * PACKED_BITS <= 64:
-        mine, theirs = pack(numbers[: len(first)], length), pack(numbers[len(first) :], length)
+    alphabet = Alphabet()
+    mine, theirs = alphabet.shingles(first, length), alphabet.shingles(second, length)
+    if mine is not None and theirs is not None:
         return jaccard_index(num_common(mine, theirs), len(mine), len(theirs), divisor)
     a, b = shingle_set(first, length), shingle_set(second, length)
     return jaccard_index(len(a & b), len(a), len(b), divisor)

@@ -58,8 +58,9 @@ def test_signatures_equal_datasketch_bit_for_bit(monkeypatch, long_characters):
         assert row.tolist() == theirs.hashvalues.tolist()
 
 
-@pytest.mark.parametrize("length", [3, 5, 9])
-def test_jaccard_equals_that_of_substring_sets(length):
+@pytest.mark.parametrize(("length", "part"), [(3, 7), (5, 1), (5, 1 << 20), (9, 7)])
+def test_jaccard_equals_that_of_substring_sets(monkeypatch, length, part):
+    monkeypatch.setattr("dynmo_tools.dedup.shingles.PART_CHARACTERS", part)
     for a, b in itertools.combinations(texts(12), 2):
         assert jaccard(a, b, length) == pytest.approx(brute(a, b, length), abs=1e-12)
 
