@@ -37,8 +37,8 @@ from pathlib import Path
 import torch, torch.distributed as dist
 rank, start = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
 def put(path, text):
-    Path(f"part-{rank}").write_text(text)
-    os.replace(f"part-{rank}", path)
+    Path(f"{path}-{rank}").write_text(text)
+    os.replace(f"{path}-{rank}", path)
 def linger():  # until it is ended, or its launcher is gone
     select.select([os.pidfd_open(os.getppid())], [], [])
 dist.init_process_group("gloo")
