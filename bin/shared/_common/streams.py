@@ -84,10 +84,7 @@ class MessageFile(io.FileIO):
             if self._has_dropped:
                 self._write_all(self._note())
                 self._has_dropped, self.dropped_lines, self._is_within_line = False, 0, False
-            # None: the stream does not block, and nobody reads it.
-            count = super().write(content)
-            if count is None:
-                raise BlockingIOError("it is not read")
+            count = self._write_some(content)
         except OSError as error:
             self.problem = error.strerror or str(error)
             self._has_dropped = True
@@ -102,13 +99,16 @@ class MessageFile(io.FileIO):
         text = f"(dropped {lines} of messages: {self.problem})\n"
         return (("\n" if self._is_within_line else "") + text).encode()
 
+    def _write_some(self, content: bytes) -> int:
+        count = super().write(content)
+        if count is None:  # the stream does not block, and nobody reads it
+            raise BlockingIOError("it is not read")
+        return count
+
     def _write_all(self, content: bytes) -> None:
         while content:
-            count = super().write(content)
-            if count is None:
-                raise BlockingIOError("it is not read")
+            content = content[self._write_some(content) :]
             self._is_within_line = True
-            content = content[count:]
 
 
 def keep_running(name: Literal["stdout", "stderr"]) -> MessageFile | None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..._common.console import print_message
 from ..._common.errors import DynmoError
@@ -176,7 +176,7 @@ class _Tail(threading.Thread):
     """
 
     def __init__(
-        self, find: Callable[[], str | None], stream: IO[str], quiet: QuietLines | None = None, begin: int = 0
+        self, find: Callable[[], str | None], stream: TextIO, quiet: QuietLines | None = None, begin: int = 0
     ) -> None:
         super().__init__(daemon=True)
         self.find, self.stream, self.quiet, self.begin = find, stream, quiet, begin
