@@ -14,6 +14,7 @@ it saves and exits with 75, and the next round has the node.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import sys
@@ -70,6 +71,7 @@ from .incident_log import (
 )
 from .launch_folder import LogFolders, launch_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
+from .run_lock import holding_when_known
 from .signal_files import remove_file, take_dropped
 from .waiting_signals import exit_on_signals
 from .watch.heartbeat import HEARTBEAT_VARIABLE
@@ -79,6 +81,8 @@ from .worker_start import WorkerServer, WorkerStart, can_fork
 
 # Seconds from a death that a launcher has found until the ranks of all nodes know it.
 NOTICE_S = 10.0
+# torch reads it when it is imported.
+_CPP_LOG_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 WORKER = (sys.executable, "-m", "dynmo_train")
 
 
@@ -388,9 +392,14 @@ class _Launcher:
         membership = self.rendezvous.coordinator.wait_for_finish()
         members = [membership.incarnations[name] for name in membership.members]
         failures = [Failure(rank=rank, code=code, log="") for node in members for rank, code in node.failures]
-        has_lost = bool(membership.members_in(NodeState.LOST, NodeState.REPLACED))
-        code = shell_exit_code(root_causes(failures)[0].code) if failures else (EXIT_FAILURE if has_lost else 0)
-        return _Decision(is_restart=False, code=code)
+        if failures:
+            return _Decision(is_restart=False, code=shell_exit_code(root_causes(failures)[0].code))
+        # The ranks of node 0 end with code 0 only after their last collective with all others: the run is complete,
+        # also if the launcher of another node was stopped or lost since.
+        if lost := membership.members_in(NodeState.LOST, NodeState.REPLACED):
+            nodes = join_ranks(node.rank for node in lost)
+            print_message(f"dynmo-train: warning: lost node {nodes} after the processes of node 0 had finished")
+        return _Decision(is_restart=False)
 
     def _run_round(self, current: Round) -> list[Failure] | None:
         """Run a round on this node and return its failures; None if all processes finished."""
@@ -538,6 +547,20 @@ def launch_local(launch: LocalLaunch) -> int:
     return code
 
 
+def _import_torch_quietly() -> None:
+    """Import torch such that its C++ code logs no warnings in this process, which has messages of its own.
+
+    When node 0 is lost, each lost connection to its store would be a stack of C++ frames. The processes keep their log.
+    """
+    before = os.environ.get(_CPP_LOG_VARIABLE)
+    os.environ[_CPP_LOG_VARIABLE] = before or "FATAL"
+    try:
+        importlib.import_module("torch")
+    finally:
+        if before is None:
+            del os.environ[_CPP_LOG_VARIABLE]
+
+
 def _launch_in(folder: Path, launch: LocalLaunch) -> int:
     """Launch a run with a folder in memory; see :func:`launch_local`."""
     launcher = _Launcher(launch, folder)
@@ -558,7 +581,10 @@ def _launch_in(folder: Path, launch: LocalLaunch) -> int:
     is_forked = launch.worker_start is WorkerStart.FORK and can_fork(launch.command)
     try:
         with exit_on_signals(), WorkerServer() if is_forked else contextlib.nullcontext() as launcher.server:
-            code = _run(launcher)
+            if not launch.exits.verbose:
+                _import_torch_quietly()
+            with holding_when_known(launcher.launch_file):
+                code = _run(launcher)
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH

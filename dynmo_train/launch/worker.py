@@ -101,3 +101,8 @@ def exit_process(code: object, environment: Mapping[str, str]) -> None:
     if is_launched(environment) and (folder := environment.get(HEARTBEAT_VARIABLE)):
         record_dropped(Path(folder), int(environment.get("RANK", "0")))
     os._exit(code or 0)
+
+
+def is_orphan(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher of this process has ended before it, as after SIGKILL."""
+    return is_launched(environment) and os.getppid() != int(environment[LAUNCHER_PID_VARIABLE])
