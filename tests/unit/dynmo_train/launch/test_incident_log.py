@@ -110,9 +110,7 @@ def test_death_names_the_rank_that_ended_first_and_its_host():
         ([], 12, restart_environment("a process failed"), False),  # the launcher has recorded it
     ],
 )
-def test_start_that_was_killed_with_its_launcher_is_recorded_by_the_next_one(
-    tmp_path, events, step, environment, is_found
-):
+def test_start_killed_with_its_launcher_is_recorded_by_the_next_one(tmp_path, events, step, environment, is_found):
     if step:
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
         os.utime(tmp_path / "metrics.jsonl", (1767312010.0, 1767312010.0))
