@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..._common.console import print_message
 from ..._common.errors import DynmoError
-from ..._common.streams import is_terminal, printable
+from ..._common.streams import printable
 from ..exit_status import Failure, with_causal_codes
 from ..failure_record import QuietLines, read_failure
 from ..signal_files import create_file, remove_file
@@ -205,8 +205,6 @@ class _Tail(threading.Thread):
                 is_last = self.finished.wait(MONITOR_INTERVAL_S)
 
     def _print(self, text: str) -> None:
-        # Progress bars of libraries return to the begin of their line, which is a line here.
-        text = text.replace("\r", "\n") if is_terminal(self.stream) else text
         self.stream.write(printable(text, self.stream))
         self.stream.flush()
 
