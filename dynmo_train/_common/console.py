@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Annotated, Any, NoReturn, Protocol
 
 import typer
@@ -261,6 +261,13 @@ def _raise_on_sigterm(_signum: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(EXIT_TERMINATED)
 
 
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error that no command foresaw, as Python does; its message may quote data."""
+    import traceback
+
+    print_message("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+
+
 def run_app(app: typer.Typer, prog: str) -> NoReturn:
     """Run a command line to its exit: the one place where errors become exit codes and one-line messages.
 
@@ -270,6 +277,14 @@ def run_app(app: typer.Typer, prog: str) -> NoReturn:
     keep_running("stderr")
     if sys.stdout is None:  # closed by the caller, who wants no data
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives until the process ends
+    try:
+        _run_to_exit(app, prog)
+    except Exception:
+        sys.excepthook = _print_traceback  # typer has set one of its own
+        raise
+
+
+def _run_to_exit(app: typer.Typer, prog: str) -> NoReturn:
     try:
         if (shell := os.environ.get(variable_of(prog))) in SHELLS:
             run_completion(app, prog, shell, sys.argv[1:])

@@ -128,15 +128,18 @@ def test_full_disk_of_the_messages_ends_with_an_error():
     assert (ended.returncode, ended.stdout) == (1, b"")
 
 
-def test_error_without_a_file_keeps_its_traceback(monkeypatch):
+def test_error_without_a_file_keeps_its_traceback(monkeypatch, capsys):
     def fork():
-        raise OSError(errno.EAGAIN, "no more processes")
+        raise OSError(errno.EAGAIN, "no more \x1b[31mprocesses")
 
     app = typer.Typer()
     app.command()(fork)
     monkeypatch.setattr("sys.argv", ["dynmo-plan"])
-    with pytest.raises(OSError, match="no more processes"):
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    with pytest.raises(OSError, match="processes") as error:
         console.run_app(app, "dynmo-plan")
+    sys.excepthook(error.type, error.value, error.tb)
+    assert capsys.readouterr().err.endswith("] no more \\x1b[31mprocesses\n")
 
 
 def test_disk_that_refuses_the_removal_reports_its_first_error(monkeypatch, tmp_path):

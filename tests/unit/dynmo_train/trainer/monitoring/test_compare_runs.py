@@ -103,20 +103,20 @@ def test_compare_later_lines_of_repeated_steps_count_in_any_part(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"lm_loss": 1.0}', "line 1 has no valid 'step'"),
-        ("[1]", "line 1 is not an object"),
-        ("{", "line 1 is not JSON"),
+        ('{"lm_loss": 1.0}', "has no valid 'step'"),
+        ("[1]", "is not an object"),
+        ("{", "is not JSON"),
     ],
 )
 def test_compare_damaged_line_is_one_message(runs, line, message):
     (runs[1] / "metrics.jsonl").write_text(f"{line}\n")
     done = CliRunner().invoke(app, ["compare", *map(str, runs)])
     assert isinstance(done.exception, UsageError)
-    assert message in str(done.exception)
+    assert f"line 1 {message}" in str(done.exception)
 
 
 def test_compare_keeps_numbers_and_no_lines_in_memory(tmp_path):
-    runs = [write_run(tmp_path / name, [1.0] * 20_000) for name in ("a", "b")]
+    runs = [write_run(tmp_path / name, [1.0] * 4_000) for name in ("a", "b")]
     compare_runs(*runs)  # imports
     tracemalloc.start()
     try:
@@ -124,4 +124,4 @@ def test_compare_keeps_numbers_and_no_lines_in_memory(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 200 * 20_000  # of two runs; a line has 90 bytes, and 1,000 as a dictionary
+    assert peak < 200 * 4_000  # of two runs; a line has 90 bytes, and 1,000 as a dictionary
