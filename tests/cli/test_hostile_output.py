@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import re
 import signal
 import sys
 
@@ -14,6 +15,7 @@ import pytest
 from dynmo_train.launch.elastic.node_agent import _Tail
 from tests.cli.test_help import commands
 from tests.cli.test_root_options import COMMANDS
+from tests.paths import ROOT
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\x7f\rover"
 # The commands' own output has styles and cursor movements of rich on a terminal, but none of these.
@@ -21,6 +23,7 @@ PARTS = ("\x1b[31m", "\x1b]", "\x07", "\x9b", "\x7f", "\rover")
 # They print no data, or work for minutes without a file.
 WITHOUT_DATA = {("sample-corpus",), ("measure-costs",), ("tune-sparse",), ("doctor",), ("formats",), ("cache", "clear")}
 ONCE = {("watch",): ["--once"], ("monitor",): ["--once"]}
+DIRECT = re.compile(r"sys\.std(out|err)\.(write|buffer)|\becho\(|\bprint\(|print_exception|print_exc\(|Console\(")
 
 
 class Terminal(io.StringIO):
@@ -146,3 +149,14 @@ def test_generated_text_and_output_of_ranks_keep_lines_and_tabs_only(tmp_path, m
     tail.start()
     tail.finish()
     assert HOSTILE.replace("\r", "\n") in file.getvalue()  # a file and a pipe receive what the rank wrote
+
+
+def test_only_the_shared_console_writes_to_standard_streams():
+    """``emit``, ``print_message`` and the tables escape; what writes to a stream by itself has a reason here."""
+    own = ("console.py", "streams.py", "help.py", "completion.py", "monitor.py", "live_view.py", "progress.py")
+    wrong = []
+    for package in COMMANDS.values():
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name not in own and DIRECT.search(path.read_text()):
+                wrong.append(str(path.relative_to(ROOT)))
+    assert wrong == []
