@@ -154,9 +154,5 @@ def test_generated_text_and_output_of_ranks_keep_lines_and_tabs_only(tmp_path, m
 def test_only_the_shared_console_writes_to_standard_streams():
     """``emit``, ``print_message`` and the tables escape; what writes to a stream by itself has a reason here."""
     own = ("console.py", "streams.py", "help.py", "completion.py", "monitor.py", "live_view.py", "progress.py")
-    wrong = []
-    for package in COMMANDS.values():
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if path.name not in own and DIRECT.search(path.read_text()):
-                wrong.append(str(path.relative_to(ROOT)))
-    assert wrong == []
+    paths = [path for package in COMMANDS.values() for path in (ROOT / package).rglob("*.py") if path.name not in own]
+    assert [str(path) for path in paths if DIRECT.search(path.read_text())] == []
