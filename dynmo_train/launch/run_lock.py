@@ -50,12 +50,16 @@ def hold(run_dir: Path) -> int | None:
 
 
 def release(descriptor: int | None) -> None:
-    """Release a lock of :func:`hold`."""
+    """Release a lock.
+
+    Args:
+        descriptor: what :func:`hold` returned.
+    """
     if descriptor is not None:
         os.close(descriptor)
 
 
-def is_held(run_dir: Path) -> bool | None:
+def is_locked(run_dir: Path) -> bool | None:
     """Whether a process on this machine executes the run; None where that is not known."""
     if not hasattr(fcntl, "F_OFD_GETLK"):
         return None
@@ -64,8 +68,8 @@ def is_held(run_dir: Path) -> bool | None:
             boot_id = _boot_id()
             if not boot_id or file.read(100).strip() != boot_id:
                 return None
-            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            found = _FLOCK.unpack(fcntl.fcntl(file.fileno(), fcntl.F_OFD_GETLK, asked))
+            query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            found = _FLOCK.unpack(fcntl.fcntl(file.fileno(), fcntl.F_OFD_GETLK, query))
     except OSError:
         return None
     return bool(found[0] != fcntl.F_UNLCK)

@@ -139,10 +139,10 @@ def keep_schedules(config: Config, manifest: Mapping[str, Any], *, prints: bool)
     Args:
         config: configuration of the run; an option of a schedule that was given stays.
         manifest: manifest of the checkpoint.
-        prints: whether to print the values that are kept and differ.
+        prints: whether to print the values of the checkpoint that differ.
     """
     stored: Mapping[str, str] = manifest.get(KEY, {})
-    kept: list[str] = []
+    stored_values: list[str] = []
     for spec, group, value in list(_recorded(config)):
         text = stored.get(spec.name)
         if group in ("data", "other") or text is None or not _is_derived(config, spec):
@@ -150,13 +150,12 @@ def keep_schedules(config: Config, manifest: Mapping[str, Any], *, prints: bool)
         if not isinstance(value, int) or not text.isascii() or not text.isdigit():
             continue
         if int(text) != value:
-            kept.append(f"{spec.flag} {text}, not {value}")
+            stored_values.append(f"{spec.flag} {text}, not {value}")
         changed = replace(config.concern(spec.concern), **{spec.name: int(text)})
         config = replace(config, **{spec.concern: changed}, sources={**config.sources, spec.name: "checkpoint"})
-    if kept and prints:
-        print_message(
-            f"schedules of the checkpoint: {'; '.join(kept)}; to change them, give these options and --allow-changed-options"
-        )
+    if stored_values and prints:
+        remedy = "to change them, give these options and --allow-changed-options"
+        print_message(f"schedules of the checkpoint: {'; '.join(stored_values)}; {remedy}")
     return config
 
 

@@ -26,7 +26,7 @@ from ..._common.document import DocumentError, read_any_json
 from ..._common.errors import EXIT_RELAUNCH, UsageError
 from ...formats.os_errors import reason
 from ...formats.plan import plan_path
-from ...launch.run_lock import is_held
+from ...launch.run_lock import is_locked
 from .jsonl_tail import JsonlTail
 from .run_records import EventsSummary, MetricsSummary, ProfileSummary, mean
 
@@ -336,7 +336,7 @@ class RunFollower:
         # Of this start: a later one continues the run.
         segment, stopped_with = self._events.stopped or (None, None)
         exit_code = stopped_with if segment == self._document.get("segment") else None
-        has_processes = is_held(self.run)
+        has_processes = is_locked(self.run)
         return RunStatus(
             run=str(self.run),
             model=self._option("model", "family"),

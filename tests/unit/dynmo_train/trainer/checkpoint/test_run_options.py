@@ -123,18 +123,18 @@ def test_checkpoint_of_an_earlier_version_has_seed_and_split():
         ({"grad_comp": True, "grad_comp_warm_up": 0.3}, "grad_comp_warm_up_iters", 30),
     ],
 )
-def test_schedule_that_follows_from_the_length_is_kept_by_a_longer_run(technique, schedule, value, capsys):
+def test_schedule_that_follows_from_the_length_stays_in_a_longer_run(technique, schedule, value, capsys):
     first, longer = config(**technique, train_iters=100), config(**technique, train_iters=200)
     stored = {KEY: recorded_options(first)}
-    kept = keep_schedules(longer, stored, prints=True)
+    resumed = keep_schedules(longer, stored, prints=True)
     flag = f"--{schedule.replace('_', '-')}"
-    printed = f"schedules of the checkpoint: {flag} {value}, not {2 * value}; to change them, give these options and --allow-changed-options\n"
-    assert capsys.readouterr().err == printed
+    printed = f"schedules of the checkpoint: {flag} {value}, not {2 * value}; to change them, give these options"
+    assert capsys.readouterr().err == f"{printed} and --allow-changed-options\n"
     of_schedule = next(spec for spec in option_specs().values() if spec.name == schedule).concern
-    assert getattr(kept.concern(of_schedule), schedule) == value
-    assert compare_options(stored, kept) == OptionChanges((), ())
+    assert getattr(resumed.concern(of_schedule), schedule) == value
+    assert compare_options(stored, resumed) == OptionChanges((), ())
     # The next checkpoint has it, too, and so the next resume.
-    assert recorded_options(kept) == recorded_options(first)
+    assert recorded_options(resumed) == recorded_options(first)
     given = keep_schedules(config(**technique, train_iters=200, **{schedule: 2 * value}), stored, prints=True)
     assert compare_options(stored, given).refused == (f"{flag} is {value} there, {2 * value} here",)
     # A technique that the first run did not have has its own schedule.
