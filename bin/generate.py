@@ -43,6 +43,7 @@ SHARED: Mapping[str, Sequence[str]] = {
     "_common/portable.py": ("dynmo_tools", "dynmo_train", "dynmo_ckpt"),
     "_common/crc32.py": ("dynmo_train", "dynmo_ckpt"),
     "_common/protobuf.py": ("dynmo_tools", "dynmo_train", "dynmo_ckpt"),
+    "_common/streams.py": ALL,
     "_common/special_tokens.py": ("dynmo_tools", "dynmo_train", "dynmo_ckpt"),
     "_common/sentencepiece_json.py": ("dynmo_tools", "dynmo_train"),
     "_common/vocabulary_order.py": ("dynmo_train", "dynmo_balance"),

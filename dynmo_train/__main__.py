@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ._common.streams import keep_running
 from .cli import main
 from .launch.failure_record import recording_failure
 from .launch.worker import exit_process, watch_launcher
@@ -13,6 +14,7 @@ from .trainer.garbage_collection import collect_rarely
 def run() -> None:
     """Run the command and end the process with its exit code."""
     collect_rarely()
+    keep_running("stderr")
     watch_launcher(os.environ)
     try:
         with recording_failure(os.environ):

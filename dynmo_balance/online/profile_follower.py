@@ -17,20 +17,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from .._common.document import MAX_DOCUMENT_BYTES, Problem
-from .._common.log_parts import next_part, part_numbers, part_path
+from .._common.document import MAX_DOCUMENT_BYTES, Problem, UnreadableError, open_regular
+from .._common.log_parts import next_part, part_numbers, part_path, part_paths
 from ..formats.profile import Header, LineParser, Record, Step
 
 BATCH_BYTES = 1 << 24
 """Bytes of a profile that a poll reads, apart from the end of a line; the records of one batch are in memory."""
 MARK_BYTES = 64
 """Bytes before the read position that are compared, to detect a file that was truncated and has grown past it."""
+_STEP = re.compile(rb'\{\s*"record"\s*:\s*"step"')
+"""The begin of a step record as ``dynmo-train`` writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +116,13 @@ class _OpenFile:
         """Whether the file had more than the last batch."""
         return self.is_full_batch
 
-    def count_lines(self, limit: int) -> int:
+    def count_lines(self, limit: int | None) -> int:
         """Number of line ends after the position, up to ``limit``."""
         count, at = 0, self.offset
-        while count < limit and (part := os.pread(self.fd, BATCH_BYTES, at)):
+        while (limit is None or count < limit) and (part := os.pread(self.fd, BATCH_BYTES, at)):
             count += part.count(b"\n")
             at += len(part)
-        return min(count, limit)
+        return count if limit is None else min(count, limit)
 
     def rewind(self) -> None:
         self.offset, self._mark, self.is_long_line = 0, b"", False
@@ -138,10 +141,16 @@ class ProfileFollower:
     Args:
         path: of the profile.
         beat: called before each line, because a poll of many lines takes seconds.
+        num_newest: number of newest lines that a start reads: older parts are not opened, since each part begins with
+            a header, and older steps of the first part that is read are skipped. None reads all.
+
+    Attributes:
+        has_skipped: whether the start left out older lines.
     """
 
-    def __init__(self, path: Path, *, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: Path, *, beat: Callable[[], None] = lambda: None, num_newest: int | None = None) -> None:
         self._path, self._beat = path, beat
+        self._num_newest, self._num_old, self.has_skipped = num_newest, 0, False
         self._parser = LineParser()
         self._file: _OpenFile | None = None
         self._is_undecided = False
@@ -163,7 +172,7 @@ class ProfileFollower:
     def _advance(self, update: _UpdateBuilder) -> tuple[int, bool]:
         """Read once; returns the number of bytes, and whether there is more to read."""
         if self._file is None:
-            self._file = self._open_after(0)
+            self._file = self._open_first()
             if self._file is None:
                 return 0, False
         file, status = self._file, self._status()
@@ -232,6 +241,25 @@ class ProfileFollower:
         """The highest number of a part; what follows it is the document without a number."""
         return max(part_numbers(self._path), default=0)
 
+    def _open_first(self) -> _OpenFile | None:
+        """Open the part that a start begins with, and count the older lines in it."""
+        if self._num_newest is None:
+            return self._open_after(0)
+        later = 0  # lines of the parts after it
+        number: int | None = None
+        for path in reversed(part_paths(self._path)):
+            number = None if path == self._path else int(path.suffix[1:])
+            with contextlib.suppress(UnreadableError):
+                count = _OpenFile(open_regular(path), number).count_lines(None)
+                if later + count >= self._num_newest:
+                    self._num_old = later + count - self._num_newest
+                    break
+                later += count
+        else:
+            return self._open_after(0)
+        self.has_skipped = self._num_old > 0 or number != min(part_numbers(self._path), default=None)
+        return self._open_after(self._last_number if number is None else number - 1)
+
     def _open_after(self, number: int | None) -> _OpenFile | None:
         if number is None:
             return None
@@ -245,7 +273,10 @@ class ProfileFollower:
         lines, rest = file.read()
         for line in lines:
             self._beat()
-            if line.strip():
+            is_old, self._num_old = self._num_old > 0, max(0, self._num_old - 1)
+            if is_old and _STEP.match(line):
+                self._parser.lines += 1
+            elif line.strip():
                 if self._is_undecided:
                     self._place(line, update)
                 else:

@@ -35,6 +35,7 @@ class RunState:
         header: of the segment, with the last measured speeds of the workers.
         window: the last records, for costs.
         trace: the work of the items in more records, for the policies.
+        first_step: the first step; None before it.
         last_step: the last step.
         active_plan_id: the active plan, as last reported by a step or a result; None until then.
         previous: the plan that was active before it.
@@ -55,6 +56,7 @@ class RunState:
     header: Header | None = None
     window: CostWindow = field(default_factory=lambda: CostWindow(0, 1))
     trace: WorkTrace = field(default_factory=WorkTrace)
+    first_step: int | None = None
     last_step: int = 0
     active_plan_id: int | None = None
     previous: int | None = None
@@ -106,6 +108,7 @@ class RunState:
         self.window = CostWindow(len(header.items), self.window_size)
         self.trace.expire()
         self.last_step, self.active_plan_id, self.previous, self.requested_step = 0, None, None, None
+        self.first_step = None
         self.before_move, self.after_move, self.first_after = (), deque(maxlen=self.window_size), []
         self.expected = {}
         self.refusals = 0
@@ -114,6 +117,7 @@ class RunState:
         # same cluster.
 
     def _step(self, step: Step) -> None:
+        self.first_step = step.step if self.first_step is None else self.first_step
         self.last_step = step.step
         # A later step shows that the run no longer waits for an answer.
         if self.requested_step is not None and step.step > self.requested_step:

@@ -10,7 +10,8 @@
                  +------------------ publish (link) ------------------- Decision: plan or None, log line, PolicyState
 
 It reads only ``RUN/profile.jsonl`` and ``RUN/plans``, and writes only ``RUN/plans``. It stores nothing else: a
-planner that was killed reads both again, repeats the past decisions of its policy, and makes the same plans.
+planner that was killed reads both again, repeats the past decisions of its policy, and makes the same plans. Of a long
+profile it reads the newest records only (``MAX_READ_RECORDS``).
 Invariants:
 
 * A plan request is always answered, if necessary with a plan that keeps the partition.
@@ -41,12 +42,18 @@ from .run_state import RunState
 MAX_DOUBLINGS = 10
 """After each refused plan the planner waits twice as long, up to 1024 times."""
 
-MAX_REPLAYED_RECORDS = 10_000
+MAX_REPLAYED_RECORDS = 2_500
 """The newest records of a poll for which past decisions are repeated; each record takes about 1.5 ms.
 
 Scores decay by 0.98 at each decision, so older decisions have little influence. Only a start, or a planner that was
 stopped for long, reads more records in one poll. Older records only contribute costs.
 """
+
+FIRST_RETRY_S, MAX_RETRY_S = 0.2, 10.0
+"""Seconds until a plan that could not be written is decided again; they double."""
+
+MAX_READ_RECORDS = 2 * MAX_REPLAYED_RECORDS
+"""The newest records of a profile that a start reads. All of a long one would take longer than training can wait."""
 
 
 class Watcher:
@@ -66,7 +73,7 @@ class Watcher:
         self._profile = run / "profile.jsonl"
         self._plans = run / "plans"
         self._options, self._beat = options, beat
-        self._tail = ProfileFollower(self._profile, beat=beat)
+        self._tail = ProfileFollower(self._profile, beat=beat, num_newest=MAX_READ_RECORDS)
         self.state = RunState(window_size=options.window)
         self._base: Plan | None = None
         self._decided_at = -1
@@ -74,6 +81,7 @@ class Watcher:
         self._policy_state = PolicyState()
         self._has_warned_of_units = False
         self._is_overdue = False
+        self._failures, self._retry_s = 0, 0.0
         self.has_more = False
         self._published: dict[int, tuple[int | None, object, int]] = {}  # plan id: base, segment and step
 
@@ -124,7 +132,7 @@ class Watcher:
         if news.has_more:
             self._is_overdue = overdue
             return True
-        if (news.records or self._waiting_for_base()) and (
+        if (news.records or self._waiting_for_base() or self._is_retry_due()) and (
             self._is_due() or (decides and self.state.header is not None)
         ):
             self._decide()
@@ -141,6 +149,10 @@ class Watcher:
         decided_at, memory = self._decided_at, self._policy_state
         self._decide()
         self._decided_at, self._policy_state = decided_at, memory
+
+    def _is_retry_due(self) -> bool:
+        """Whether the last plan could not be written, and it is time to decide again."""
+        return self._failures > 0 and time.monotonic() >= self._retry_s
 
     def _waiting_for_base(self) -> bool:
         return self.state.requested_step is not None and self._base is None
@@ -169,6 +181,7 @@ class Watcher:
         # After a restart past decisions are repeated, although the plans of this and of later decisions exist.
         if base is None or self._has_pending_plan(base, now if publishing else now - 1):
             return False
+        before = self._decided_at, self._policy_state
         decision = decide(self.state, base, self._options, self._policy_state, self._previous())
         self._decided_at, self._policy_state = self.state.last_step, decision.policy_state
         if not publishing:
@@ -176,8 +189,17 @@ class Watcher:
         written = ""
         if decision.plan is not None:
             segment = self.state.header.segment if self.state.header is not None else 0
-            plan = publish(self._plans, _with_segment(decision.plan, segment))
+            try:
+                plan = publish(self._plans, _with_segment(decision.plan, segment))
+            except OSError as error:
+                # A full disk must not end the planner: it decides again, with the costs of then.
+                self._decided_at, self._policy_state = before
+                pause_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._failures, MAX_DOUBLINGS))
+                self._failures, self._retry_s = self._failures + 1, time.monotonic() + pause_s
+                self._warn_once(f"cannot write a plan to {self._plans}: {error.strerror}; trying again")
+                return True
             written = f"; wrote plan {plan.plan_id}"
+        self._failures = 0
         print_message(decision.line + written)
         return False
 
@@ -219,7 +241,8 @@ class Watcher:
         """Whether a plan of this segment and base, made up to ``last_step``, has no result yet."""
         state = self.state
         for number, read_to_step in self._plans_after(base):
-            if number in state.results:
+            # The result of a plan before the records that a start has read is among those that it has not.
+            if number in state.results or (self._tail.has_skipped and read_to_step < (state.first_step or 0)):
                 break
             if read_to_step <= last_step and (state.requested_step is None or read_to_step >= state.requested_step):
                 return True

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from types import FrameType
-from typing import Annotated, Any, NoReturn, Protocol, TextIO
+from types import FrameType, TracebackType
+from typing import Annotated, Any, NoReturn, Protocol
 
 import typer
 
@@ -23,6 +23,7 @@ from .. import __version__
 from .completion import SHELLS, current_shell, install, run_completion, script, variable_of
 from .errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, DynmoError
 from .help import CommandLine, HelpGroup
+from .streams import encoding_of, escaped, is_terminal, keep_running, printable
 
 LOG_EVERY_S = 5.0
 # Errors of writing to an open file, which do not have its name.
@@ -44,34 +45,33 @@ class Tick(Protocol):
         """Count ``amount`` more units as done."""
 
 
-def _encoding(stream: TextIO) -> str:
-    """The encoding of a stream; without UTF-8 in the locale it may be ASCII."""
-    return getattr(stream, "encoding", None) or "utf-8"
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    """The text with the characters that ``stream`` cannot encode, and lone surrogates of file names, escaped."""
-    encoding = _encoding(stream)
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
 def print_message(text: str = "") -> None:
-    """Print talk for a person on stderr; plain text, markup is not interpreted."""
-    sys.stderr.write(_encodable(text, sys.stderr) + "\n")
-    sys.stderr.flush()
+    """Print a message for a person on stderr, with control characters escaped; markup is not interpreted."""
+    if sys.stderr is None:
+        return
+    # A message that cannot be written ends no command (``keep_running``), also where a library replaced the stream.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(printable(text, sys.stderr, is_message=True) + "\n")
+        sys.stderr.flush()
 
 
-def emit(text: str) -> None:
-    """Print data on stdout."""
-    sys.stdout.write(_encodable(text, sys.stdout) + "\n")
+def emit(text: str, end: str = "\n", *, pattern: str = "\\x{:02x}") -> None:
+    """Print data on stdout; on a terminal, control characters are escaped.
+
+    Args:
+        text: the data.
+        end: what follows it.
+        pattern: format of the number of a control character.
+    """
+    sys.stdout.write(printable(text, sys.stdout, pattern=pattern) + end)
     sys.stdout.flush()
 
 
 def emit_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print ``document`` as indented JSON on stdout."""
     # Escaped here where the stream is not UTF-8: escapes of ``emit`` are not those of JSON.
-    ensure_ascii = not _encoding(sys.stdout).lower().startswith("utf")
-    emit(json.dumps(document, indent=2, ensure_ascii=ensure_ascii, allow_nan=False))
+    ensure_ascii = not encoding_of(sys.stdout).lower().startswith("utf")
+    emit(json.dumps(document, indent=2, ensure_ascii=ensure_ascii, allow_nan=False), pattern="\\u{:04x}")
 
 
 _NUMBER = re.compile(r"[-+~<]?\d[\d,.]*(e[-+]?\d+)?(/\d[\d,.]*)? ?[A-Za-z%]*")
@@ -86,16 +86,17 @@ def _right_aligned(cells: Sequence[str]) -> bool:
 def emit_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table on stdout: boxed on a terminal, aligned columns in a pipe. Numbers align right, words left."""
     right = [_right_aligned([row[i] for row in rows]) for i in range(len(columns))]
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title, title_justify="left")
+        # As Text, so that rich does not read brackets as markup.
+        table = Table(title=Text(escaped(title)), title_justify="left")
         for column, numeric in zip(columns, right, strict=True):
-            table.add_column(column, justify="right" if numeric else "left")
+            table.add_column(Text(escaped(column)), justify="right" if numeric else "left")
         for row in rows:
-            table.add_row(*map(Text, row))  # as Text, so that rich does not read brackets in cells as markup
+            table.add_row(*(Text(escaped(cell)) for cell in row))
         Console(file=sys.stdout).print(table)
         return
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
@@ -123,24 +124,24 @@ def progress(label: str, total: float, unit: str) -> Iterator[Tick]:
         total: the number of units in all; 0 when it is not known.
         unit: the name of a unit in the plural, such as ``documents`` or ``MB``.
     """
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         # Loaded here: it would be an eighth of the time that --help takes
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}", markup=False),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
         )
         with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-            task = bar.add_task(label, total=total or None, unit=unit, note="")
+            task = bar.add_task(escaped(label), total=total or None, unit=unit, note="")
 
             def tick_bar(amount: float, note: str = "") -> None:
                 """Advance the bar by ``amount`` in its unit."""
-                bar.update(task, advance=amount, note=note)
+                bar.update(task, advance=amount, note=escaped(note))
 
             yield tick_bar
         return
@@ -260,12 +261,30 @@ def _raise_on_sigterm(_signum: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(EXIT_TERMINATED)
 
 
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error that no command foresaw, as Python does; its message may quote data."""
+    import traceback
+
+    print_message("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+
+
 def run_app(app: typer.Typer, prog: str) -> NoReturn:
     """Run a command line to its exit: the one place where errors become exit codes and one-line messages.
 
     Set ``DYNMO_TRACEBACK=1`` to see the traceback of an error that is normally one message.
     """
     signal.signal(signal.SIGTERM, _raise_on_sigterm)
+    keep_running("stderr")
+    if sys.stdout is None:  # closed by the caller, who wants no data
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives until the process ends
+    try:
+        _run_to_exit(app, prog)
+    except Exception:
+        sys.excepthook = _print_traceback  # typer has set one of its own
+        raise
+
+
+def _run_to_exit(app: typer.Typer, prog: str) -> NoReturn:
     try:
         if (shell := os.environ.get(variable_of(prog))) in SHELLS:
             run_completion(app, prog, shell, sys.argv[1:])
@@ -287,7 +306,6 @@ def run_app(app: typer.Typer, prog: str) -> NoReturn:
         place = error.filename if isinstance(error.filename, str) else "a file" if error.errno in DISK_ERRORS else None
         if os.environ.get("DYNMO_TRACEBACK") == "1" or place is None:
             raise
-        with contextlib.suppress(OSError):  # the messages may lie on that disk, too
-            print_message(f"{prog}: error: {place}: {error.strerror}")
+        print_message(f"{prog}: error: {place}: {error.strerror}")
         sys.exit(EXIT_FAILURE)
     sys.exit(0)

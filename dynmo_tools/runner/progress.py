@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .._common.console import print_message
+from .._common.streams import escaped, is_terminal
 from .task import Phase
 
 # A log line at least this far apart, whatever ``--log-interval`` is: fast steps read 1,000 documents in milliseconds.
@@ -70,7 +71,7 @@ class _LogMeter:
 class _BarMeter:
     def __init__(self, bar: Progress, label: str, total_bytes: int) -> None:
         self._bar = bar
-        self._task = bar.add_task(label, total=total_bytes or None, note="")
+        self._task = bar.add_task(escaped(label), total=total_bytes or None, note="")
         self._documents = self._bytes = 0
         self._started = time.monotonic()
 
@@ -97,13 +98,13 @@ def progress_meter(label: str, total_bytes: int, *, log_interval: int = 1000) ->
         total_bytes: bytes of all inputs.
         log_interval: documents between two log lines.
     """
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
         )
         with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
             yield _BarMeter(bar, label, total_bytes)

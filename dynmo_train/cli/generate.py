@@ -159,8 +159,7 @@ def _check_stream(options: GenerateConfig, report: Format, settings: GenerationS
 
 def _write_piece(text: str) -> None:
     """Write a piece of text at once: ``emit`` ends a line."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    emit(text, end="")
 
 
 def _stream(generator: TextGenerator, texts: Sequence[str], *, shows_prompts: bool) -> None:

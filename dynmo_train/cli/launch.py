@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -65,10 +64,11 @@ def run_processes(
     Returns:
         The exit code.
     """
+    from ..launch.launch_folder import temporary_folder
     from ..launch.launcher import LocalLaunch
     from ..launch.launcher import launch_local as run
 
-    folder = log_dir or Path(tempfile.mkdtemp(prefix="dynmo-launch-"))
+    folder = log_dir or temporary_folder("dynmo-launch-")
     code = run(
         LocalLaunch(
             nproc=nproc,
@@ -80,7 +80,7 @@ def run_processes(
         )
     )
     if log_dir is None and code == 0:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return code
 
 

@@ -21,6 +21,7 @@ import torch
 from .._common.console import print_message
 from .._common.document import short_repr
 from .._common.errors import EXIT_OK, EXIT_RELAUNCH, DynmoError, UsageError
+from .._common.streams import keep_running
 from ..config import Config
 from ..config.sections.evaluation import FinetuneConfig
 from ..data.batch import Batch
@@ -424,6 +425,7 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
         DynmoError: the last checkpoint could not be written.
     """
     freeze_imports()
+    keep_running("stdout")  # as in ``run_pretrain``
     torch.set_num_threads(config.training.num_threads)
     world = join_same(
         config.training.device,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -121,8 +120,7 @@ def recording_failure(
         print_message(WITHHELD)
         if isinstance(error, DynmoError):
             raise
-        traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.flush()
+        print_message("".join(traceback.format_exception(error)).rstrip("\n"))
         raise SystemExit(EXIT_FAILURE) from None
 
 

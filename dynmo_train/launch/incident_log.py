@@ -5,13 +5,16 @@ The processes have ended when an incident is written, so that one process at a t
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from .._common.console import print_message
 from .._common.document import DocumentError, parse_json
@@ -129,6 +132,67 @@ def death_incident(
         ranks=ranks,
         hosts=[hosts[rank] for rank in ranks if rank in hosts],
         seconds_lost=seconds_lost,
+        steps_lost=progress.steps_lost,
+    )
+
+
+def launcher_death(host: str, step: int) -> Incident:
+    """The incident of a launcher that was killed while rank 0 still saved.
+
+    Args:
+        host: host of rank 0.
+        step: number of completed steps, all of which were saved.
+    """
+    message = f"the launcher of rank 0 on {host} was killed; the run saved step {step:,}"
+    return Incident(
+        incident="process_death", message=message, cause="killed with its launcher", step=step, hosts=[host]
+    )
+
+
+# Events after which a start writes no more: who ended it has recorded why.
+_ENDS = ("process_death", "node_loss", "hang", "rollback")
+
+
+def unrecorded_end(run_dir: Path, before: Mapping[str, Any], environment: Mapping[str, str]) -> Incident | None:
+    """The incident of a previous start that nobody could record, because its launcher was killed with its ranks.
+
+    Args:
+        run_dir: run directory.
+        before: ``run.json`` of the previous start.
+        environment: environment of this process.
+
+    Returns:
+        The incident; None if the previous start ended otherwise, before its first step or after its last one.
+    """
+    progress, training = read_progress(run_dir), before["config"].get("training", {})
+    if (
+        RESTART_VARIABLE in environment
+        or not progress.step
+        or progress.step >= (training.get("train_iters") or math.inf)
+    ):
+        return None
+    for line in last_lines(run_dir / "events.jsonl", _TAIL_BYTES):
+        try:
+            record = parse_json(line)
+            # Both are times as text in the same form, which sorts by time.
+            if record["time_utc"] < before["created_utc"]:
+                break
+            if record["kind"] == "stopped" or record.get("incident") in _ENDS:
+                return None
+        except (ValueError, DocumentError, KeyError, TypeError):
+            continue
+    since, until = progress.saved_at or 0.0, (run_dir / "metrics.jsonl").stat().st_mtime
+    with contextlib.suppress(ValueError):
+        since = max(since, datetime.fromisoformat(before["created_utc"]).timestamp())
+    seconds, hosts = max(0.0, until - since), list(before["hosts"][:1])
+    message = "the previous start ended without a record, as after SIGKILL of its launcher"
+    return Incident(
+        incident="process_death",
+        message=f"{message}; {_loss_text(progress, seconds)}",
+        cause="killed with its launcher",
+        step=progress.step,
+        hosts=hosts,
+        seconds_lost=seconds,
         steps_lost=progress.steps_lost,
     )
 

@@ -14,6 +14,7 @@ it saves and exits with 75, and the next round has the node.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from .._common.console import print_message
 from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, DynmoError, UsageError
+from .._common.streams import keep_running
 from ..formats.os_errors import reason
 from ..formats.run import take_resize_request
 from .elastic.continuation import CONTINUATION_VARIABLE, Continuation
@@ -41,7 +43,14 @@ from .elastic.node_agent import (
 from .elastic.node_continuation import FollowingNode, LeadingNode, NodeContinuation, connect_store
 from .elastic.node_growth import LeadingGrowth
 from .elastic.rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
-from .elastic.restart import fitting_nodes, layout_flags, pack_to_flags, process_count, resume_flags
+from .elastic.restart import (
+    fitting_nodes,
+    layout_flags,
+    pack_to_flags,
+    process_count,
+    restart_pause_s,
+    resume_flags,
+)
 from .elastic.run_layout import RunLayout
 from .exit_status import (
     PERMANENT_CODES,
@@ -60,16 +69,20 @@ from .incident_log import (
     restarts_used,
     write_incident,
 )
+from .launch_folder import LogFolders, launch_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
-from .signal_files import remove_file
+from .run_lock import holding_when_known
+from .signal_files import remove_file, take_dropped
 from .waiting_signals import exit_on_signals
 from .watch.heartbeat import HEARTBEAT_VARIABLE
-from .watch.node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
+from .watch.node_watch import NodeWatch, WatchedRound, WatchResult
 from .watch.watchdog import HangSettings
 from .worker_start import WorkerServer, WorkerStart, can_fork
 
 # Seconds from a death that a launcher has found until the ranks of all nodes know it.
 NOTICE_S = 10.0
+# torch reads it when it is imported.
+_CPP_LOG_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 WORKER = (sys.executable, "-m", "dynmo_train")
 
 
@@ -95,24 +108,15 @@ class LocalLaunch:
     nodes: NodeConfig = SINGLE_NODE
     worker_start: WorkerStart = WorkerStart.FORK
 
-    @property
-    def shutdown_file(self) -> Path:
-        """A file that exists once this launcher received a signal; other nodes may share its folder."""
-        return self.log_dir / f"shutdown-{socket.gethostname()}-{os.getpid()}"
-
-    @property
-    def join_file(self) -> Path:
-        """The join request of this launcher to rank 0."""
-        return self.log_dir / f"join-{socket.gethostname()}-{os.getpid()}.json"
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Decision:
-    """What follows a round: another one, or the end of the launch with ``code`` and ``message``."""
+    """What follows a round: another one after ``pause_s``, or the end of the launch with ``code`` and ``message``."""
 
     is_restart: bool
     code: int = 0
     message: str = ""
+    pause_s: float = 0.0
 
 
 @dataclass
@@ -121,8 +125,7 @@ class _Launcher:
 
     Attributes:
         launch: the processes of this node.
-        launch_file: file in which rank 0 records the run directory.
-        heartbeats: folder of the heartbeats of this node's processes.
+        folder: folder in memory of the heartbeats of this node's processes, and of messages to them.
         server: forks the processes of all rounds; None where each is executed by itself.
         restarts: number of restarts after failures without progress.
         checkpoint_of_restart: newest checkpoint at the last restart.
@@ -132,11 +135,11 @@ class _Launcher:
         processes: number of processes with these.
         run: parallel sizes of the run.
         leading: on node 0, the generations of the current round; None between two rounds.
+        logs: folders of the logs of the rounds.
     """
 
     launch: LocalLaunch
-    launch_file: Path
-    heartbeats: Path
+    folder: Path
     server: WorkerServer | None = None
     restarts: int = 0
     checkpoint_of_restart: int | None = None
@@ -145,11 +148,27 @@ class _Launcher:
     workers: int | None = None
     processes: int | None = None
     leading: LeadingNode | None = None
+    logs: LogFolders = field(default_factory=LogFolders)
     run: RunLayout = field(init=False)
     rendezvous: Rendezvous = field(init=False)
 
     def __post_init__(self) -> None:
-        self.run = RunLayout(self.launch_file, self.launch.join_file)
+        self.run = RunLayout(self.launch_file, self.join_file)
+
+    @property
+    def launch_file(self) -> Path:
+        """The file in which rank 0 records the run directory."""
+        return self.folder / "run_dir"
+
+    @property
+    def shutdown_file(self) -> Path:
+        """A file that exists once this launcher received a signal."""
+        return self.folder / "shutdown"
+
+    @property
+    def join_file(self) -> Path:
+        """The join request of this launcher to rank 0."""
+        return self.folder / "join.json"
 
     def join(self, connect_s: float | None = None) -> None:
         """Join the launch as another incarnation of this node; ``connect_s`` bounds the time to reach node 0.
@@ -158,11 +177,11 @@ class _Launcher:
             UsageError: the store cannot be created, or node 0 is unreachable.
         """
         launch = self.launch
-        remove_file(launch.join_file)
+        remove_file(self.join_file)
         self.rendezvous = Rendezvous(
             launch.nodes,
             launch.nproc,
-            is_draining=launch.shutdown_file.exists,
+            is_draining=self.shutdown_file.exists,
             on_joining=self._on_joining,
             connect_s=connect_s,
         )
@@ -171,6 +190,7 @@ class _Launcher:
         launch, nodes = self.launch, self.launch.nodes
         index = current.index_of(self.rendezvous.name)
         log_dir = launch.log_dir if nodes.max_nodes == 1 else launch.log_dir / f"node-{nodes.node_rank}"
+        log_dir = self.logs.of_round(log_dir, is_first=current.number == 1)
         return WorkerGroupConfig(
             name=f"round-{current.number - 1}",
             processes=current.processes,
@@ -179,7 +199,7 @@ class _Launcher:
             log_dir=log_dir,
             grace_s=launch.exits.grace_s,
             save_s=launch.exits.save_s,
-            shutdown_file=launch.shutdown_file,
+            shutdown_file=self.shutdown_file,
             is_verbose=launch.exits.verbose,
             index=index,
             host=nodes.master_addr,
@@ -216,7 +236,7 @@ class _Launcher:
         """The watchdog of a round on this node."""
         watched = WatchedRound(
             name=group.name,
-            folder=self.heartbeats,
+            folder=self.folder,
             log_dir=group.log_dir,
             first_rank=sum(current.processes[: group.index]),
             nproc=group.nproc,
@@ -264,7 +284,13 @@ class _Launcher:
         self.restarts += 0 if is_free else 1
         self.checkpoint_of_restart = progress.checkpoint
         os.environ.update(restart_environment(self._restart_cause(lost, is_drain=is_drain, is_free=is_free)))
-        return self._apply_resize_request(members)
+        pause_s = 0.0 if is_free or lost else restart_pause_s(self.restarts)
+        if pause_s:
+            print_message(
+                f"dynmo-train: restart {self.restarts} of {exits.max_restarts} in {pause_s:g} s: the run saved nothing"
+                " since the last restart"
+            )
+        return replace(self._apply_resize_request(members), pause_s=pause_s)
 
     def _record_failure(
         self, current: Round, failures: Sequence[Failure], lost: Sequence[Incarnation], *, is_free: bool
@@ -353,7 +379,7 @@ class _Launcher:
         members = members[: fitting_nodes(self.run.layout, [n.processes for n in members], min_nodes, self.run.refused)]
         if self.launch.nodes.max_nodes == 1 and self.processes is not None:
             members = (replace(members[0], processes=self.processes),)
-        remove_file(self.launch.join_file)
+        remove_file(self.join_file)
         processes = sum(node.processes for node in members)
         current = self.rendezvous.open_round(members, self._flags_of(processes))
         if not is_first:
@@ -366,9 +392,14 @@ class _Launcher:
         membership = self.rendezvous.coordinator.wait_for_finish()
         members = [membership.incarnations[name] for name in membership.members]
         failures = [Failure(rank=rank, code=code, log="") for node in members for rank, code in node.failures]
-        has_lost = bool(membership.members_in(NodeState.LOST, NodeState.REPLACED))
-        code = shell_exit_code(root_causes(failures)[0].code) if failures else (EXIT_FAILURE if has_lost else 0)
-        return _Decision(is_restart=False, code=code)
+        if failures:
+            return _Decision(is_restart=False, code=shell_exit_code(root_causes(failures)[0].code))
+        # The ranks of node 0 end with code 0 only after their last collective with all others: the run is complete,
+        # also if the launcher of another node was stopped or lost since.
+        if lost := membership.members_in(NodeState.LOST, NodeState.REPLACED):
+            nodes = join_ranks(node.rank for node in lost)
+            print_message(f"dynmo-train: warning: lost node {nodes} after the processes of node 0 had finished")
+        return _Decision(is_restart=False)
 
     def _run_round(self, current: Round) -> list[Failure] | None:
         """Run a round on this node and return its failures; None if all processes finished."""
@@ -385,6 +416,8 @@ class _Launcher:
         finally:
             if group.continuation is not None:
                 group.continuation.close()
+            for rank, lines, problem in take_dropped(self.folder):
+                print_message(f"dynmo-train: warning: log of rank {rank}: {problem} | dropped lines: {lines:,}")
         if not failures:
             return None
         if root_causes(failures)[0].code != EXIT_RELAUNCH:
@@ -409,6 +442,7 @@ class _Launcher:
                     decision = self._decide(current, failures)
                 if not decision.is_restart:
                     break
+                time.sleep(decision.pause_s)
         except DynmoError as error:
             decision = _Decision(is_restart=False, code=error.exit_code, message=str(error))
         end = LaunchEnd(code=decision.code, message=decision.message)
@@ -479,7 +513,6 @@ def _run(launcher: _Launcher) -> int:
         raise
     finally:
         launcher.rendezvous.leave(leaves)
-        remove_file(launcher.launch.join_file)
     if end.message:
         print_message(f"dynmo-train: error: {end.message}")
     return end.code
@@ -500,38 +533,64 @@ def launch_local(launch: LocalLaunch) -> int:
     Raises:
         UsageError: the log folder cannot be written to, or the rendezvous fails.
     """
-    launch_file = launch.log_dir / "run_dir"
     try:
         launch.log_dir.mkdir(parents=True, exist_ok=True)
-        # Of an earlier launch with the same log folder; a restart would resume its run.
-        if launch.nodes.node_rank == 0:
-            launch_file.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write to the log folder {launch.log_dir}: {reason(error)}") from error
-    heartbeats = make_heartbeat_folder()
-    os.environ[HEARTBEAT_VARIABLE] = str(heartbeats)
+    output = keep_running("stdout")
+    with launch_folder() as folder:
+        code = _launch_in(folder, launch)
+    # The log of a training is messages. What other commands print is their result.
+    if output is not None and output.total_dropped_bytes and launch.arguments[:1] not in (("pretrain",), ("finetune",)):
+        print_message(f"dynmo-train: error: standard output is incomplete: {output.problem}")
+        return code or EXIT_FAILURE
+    return code
+
+
+def _import_torch_quietly() -> None:
+    """Import torch such that its C++ code logs no warnings in this process, which has messages of its own.
+
+    When node 0 is lost, each lost connection to its store would be a stack of C++ frames. The processes keep their log.
+    """
+    before = os.environ.get(_CPP_LOG_VARIABLE)
+    os.environ[_CPP_LOG_VARIABLE] = before or "FATAL"
+    try:
+        importlib.import_module("torch")
+    finally:
+        if before is None:
+            del os.environ[_CPP_LOG_VARIABLE]
+
+
+def _launch_in(folder: Path, launch: LocalLaunch) -> int:
+    """Launch a run with a folder in memory; see :func:`launch_local`."""
+    launcher = _Launcher(launch, folder)
+    os.environ[HEARTBEAT_VARIABLE] = str(folder)
     os.environ[CONTINUATION_VARIABLE] = str(notice_limit_s(launch.nodes))
     os.environ.update(
         worker_environment(
             os.environ,
             launcher=os.getpid(),
-            launch_file=launch_file,
+            launch_file=launcher.launch_file,
             grace_s=launch.exits.grace_s,
             save_s=launch.exits.save_s,
-            shutdown_file=launch.shutdown_file.absolute(),
-            join_file=launch.join_file.absolute(),
+            shutdown_file=launcher.shutdown_file,
+            join_file=launcher.join_file,
             interface=interface_towards(launch.nodes.master_addr),
         )
     )
     is_forked = launch.worker_start is WorkerStart.FORK and can_fork(launch.command)
     try:
-        with exit_on_signals(), WorkerServer() if is_forked else contextlib.nullcontext() as server:
-            return _run(_Launcher(launch, launch_file, heartbeats, server))
+        with exit_on_signals(), WorkerServer() if is_forked else contextlib.nullcontext() as launcher.server:
+            if not launch.exits.verbose:
+                _import_torch_quietly()
+            with holding_when_known(launcher.launch_file):
+                code = _run(launcher)
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH
-    except OSError as error:  # the log folder has vanished or has become read-only between two rounds
+    except OSError as error:  # the log folder cannot be written to
         print_message(f"dynmo-train: error: {error.filename or launch.log_dir}: {reason(error)}")
         return EXIT_FAILURE
-    finally:
-        remove_heartbeat_folder(heartbeats)
+    if code == 0:
+        launcher.logs.remove_memory()
+    return code

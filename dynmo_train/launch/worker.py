@@ -13,6 +13,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from .signal_files import record_dropped
+from .watch.heartbeat import HEARTBEAT_VARIABLE
+
 LAUNCHER_PID_VARIABLE = "DYNMO_LAUNCHER_PID"
 GRACE_VARIABLE = "DYNMO_GRACE_S"
 # Seconds to save a checkpoint after the launcher received a signal, and the file that exists from then on.
@@ -95,4 +98,11 @@ def exit_process(code: object, environment: Mapping[str, str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if is_launched(environment) and (folder := environment.get(HEARTBEAT_VARIABLE)):
+        record_dropped(Path(folder), int(environment.get("RANK", "0")))
     os._exit(code or 0)
+
+
+def is_orphan(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher of this process has ended before it, as after SIGKILL."""
+    return is_launched(environment) and os.getppid() != int(environment[LAUNCHER_PID_VARIABLE])

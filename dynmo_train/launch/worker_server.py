@@ -17,6 +17,7 @@ server exits when the connection closes, which the kernel does at the end of the
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -183,7 +184,8 @@ def _run(rank: _Rank, written: tuple[bytes, bytes]) -> None:
     """Become the program ``python -m MODULE ARGUMENTS`` with the environment of the rank."""
     for target, text in enumerate(written, start=1):
         if text:
-            os.write(target, text)
+            with contextlib.suppress(OSError):  # messages of the imports, on a full disk
+                os.write(target, text)
     gc.enable()
     # Through os.environ, so that libraries see the variables, too.
     os.environ.clear()

@@ -26,6 +26,10 @@ from .worker_server import receive_message, send_message
 
 _SERVER = ("-m", "dynmo_train.launch.worker_server")
 _POLL_S = 0.01
+# Seconds until a server that does not answer is replaced: its imports take 3.5 s on an idle machine, a fork
+# milliseconds. A server that was stopped, or waits for a file system, would otherwise stop a restart for ever.
+IMPORTS_S, FORK_S = 120.0, 30.0
+_NO_ANSWER = (EOFError, ConnectionError, TimeoutError)
 
 
 class WorkerStart(StrEnum):
@@ -81,7 +85,7 @@ class WorkerServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._problem: str | None = None
-        self._is_ready = self._is_reported = False
+        self._is_ready = self._is_reported = self._is_given_up = False
 
     def __enter__(self) -> WorkerServer:
         self.start()
@@ -122,14 +126,23 @@ class WorkerServer:
 
     def is_usable(self) -> bool:
         """Wait for the imports; returns whether the server may fork, and prints once why not."""
-        self.start()
-        if self._connection is not None and not self._is_ready:
+        for _ in range(0 if self._is_given_up else 2):
+            self.start()
+            if self._connection is None or self._is_ready:
+                break
+            self._is_ready = True
+            self._connection.settimeout(IMPORTS_S)
             try:
-                message, _ = receive_message(self._connection)
-                self._problem = message["problem"]
+                self._problem = receive_message(self._connection)[0]["problem"]
+                break
+            except TimeoutError:
+                self._problem = f"the server did not import its modules within {IMPORTS_S:g} s, twice"
+                self.close()
             except (EOFError, ConnectionError):
                 self._problem = "the server ended during its imports"
-            self._is_ready = True
+                break
+        else:
+            self._is_given_up = True
         if self._problem is not None and not self._is_reported:
             self._is_reported = True
             print_message(f"dynmo-train: starting the processes without fork: {self._problem}")
@@ -138,17 +151,17 @@ class WorkerServer:
     def fork(self, command: Sequence[str], environment: Mapping[str, str], streams: Sequence[IO[str]]) -> ForkedProcess:
         """Fork a process that runs ``command``, which is ``python -m MODULE ARGUMENTS``, with these output streams.
 
-        If the server was killed, another one is started.
+        If the server was killed, or does not answer, another one is started.
 
         Raises:
             OSError: there is no memory for another process, or a limit is reached.
-            DynmoError: the server has ended twice, or the second one may not fork.
+            DynmoError: the server has ended or not answered twice, or the second one may not fork.
         """
         known = _children()
         try:
             return self._ask_for_fork(command, environment, streams)
         except DynmoError:
-            # It was killed since the last fork, or during this one, whose process then is nobody's.
+            # It was killed or stopped since the last fork, or during this one, whose process then is nobody's.
             self.close()
             _end_processes(_children() - known)
             if not self.is_usable():
@@ -161,11 +174,13 @@ class WorkerServer:
         if self._connection is None:
             raise DynmoError("the process that forks the ranks has not been started")
         message = {"module": command[2], "arguments": list(command[3:]), "environment": dict(environment)}
+        self._connection.settimeout(FORK_S)
         try:
             send_message(self._connection, message, [stream.fileno() for stream in streams])
             answer, _ = receive_message(self._connection)
-        except (EOFError, ConnectionError) as error:
-            raise DynmoError("the process that forks the ranks has ended") from error
+        except _NO_ANSWER as error:
+            what = f"does not answer within {FORK_S:g} s" if isinstance(error, TimeoutError) else "has ended"
+            raise DynmoError(f"the process that forks the ranks {what}") from error
         if answer["errno"]:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
         return ForkedProcess(command, answer["pid"])

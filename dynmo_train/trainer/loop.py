@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections import deque
 from dataclasses import replace
@@ -46,8 +47,10 @@ from ..data.loader import BatchLoader
 from ..data.tokenizer import TokenizerFiles
 from ..formats.checkpoint import step_of
 from ..launch.exit_status import EXIT_NOT_FINITE
+from ..launch.incident_log import launcher_death
+from ..launch.run_lock import release
 from ..launch.watch.heartbeat import Phase
-from ..launch.worker import JOIN_FILE_VARIABLE
+from ..launch.worker import JOIN_FILE_VARIABLE, is_orphan
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.metadata import CheckpointMetadata, data_properties
 from .evaluations import Evaluations
@@ -581,8 +584,12 @@ class Trainer:
         if exit_code is None:
             self._checkpointer.abandon()
         elif self.rollback is None and self.step < self.config.training.train_iters:
+            if is_orphan(os.environ):
+                self.logger.log_incident(launcher_death(socket.gethostname(), self.step))
             self.logger.log_stopped(self.step, exit_code)
         self._log.close(exit_code)
+        if self.rollback is None:  # which begins another segment at once
+            release(self.logger.run.lock)
         self._loader.close()
         if self._compression_choice is not None:
             self._compression_choice.close()

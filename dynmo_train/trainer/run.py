@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from .._common.errors import EXIT_USAGE
+from .._common.streams import keep_running
 from ..config import Config
 from ..data.sample_format import SampleError
 from ..launch.failure_record import recording_failure
@@ -40,6 +41,7 @@ def run_pretrain(config: Config) -> int:
         DynmoError: this rank ran out of memory.
     """
     freeze_imports()
+    keep_running("stdout")  # the training log is a message: a full disk or a closed pipe must not end the run
     torch.set_num_threads(config.training.num_threads)
     # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")

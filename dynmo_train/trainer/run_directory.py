@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +24,8 @@ from ..config import Config, config_document
 from ..formats.os_errors import reason
 from ..formats.private_text import without_credentials
 from ..formats.run import FORMAT, VERSION, read_run, write_run
+from ..launch.incident_log import unrecorded_end, write_incident
+from ..launch.run_lock import LOCK_NAME, hold, release
 from ..launch.worker import LAUNCH_FILE_VARIABLE
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
@@ -42,12 +44,14 @@ class RunDirectory:
         run_id: id of the run, the same for all its starts.
         segment: number of the start, from 0.
         previous_config: on rank 0, the configuration of the previous start; None at the first one.
+        lock: on rank 0, the lock of this start, see ``launch/run_lock.py``; None where there is none.
     """
 
     path: Path
     run_id: str
     segment: int
     previous_config: Mapping[str, Mapping[str, Any]] | None = None
+    lock: int | None = None
 
     @property
     def run_json(self) -> Path:
@@ -153,12 +157,15 @@ def open_run_directory(
         if not _is_resumed(path, config.run.load):
             raise UsageError(f"{path} already contains a run; resume it with --load {path}, or give another --run-dir")
         before = read_run(run.run_json)
+        if (incident := unrecorded_end(path, before, os.environ)) is not None:
+            write_incident(path, incident)
         run = RunDirectory(
             path=path, run_id=before["run_id"], segment=before["segment"] + 1, previous_config=before["config"]
         )
     try:
         for folder in (run.plans, run.requests, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
+        run = replace(run, lock=hold(path))
         write_run(run.run_json, _run_document(config, run, world_size, hosts, engine))
     except OSError as error:
         raise UsageError(f"cannot write the run directory {path}: {reason(error)}") from error
@@ -193,8 +200,8 @@ def open_run_directory_on_rank0(
     path, run_id, segment = broadcast_object(
         world, [str(opened.path), opened.run_id, opened.segment] if opened else None
     )
-    previous_config = None if opened is None else opened.previous_config
-    run = RunDirectory(path=Path(path), run_id=run_id, segment=segment, previous_config=previous_config)
+    previous_config, lock = (None, None) if opened is None else (opened.previous_config, opened.lock)
+    run = RunDirectory(path=Path(path), run_id=run_id, segment=segment, previous_config=previous_config, lock=lock)
     try:
         run_on_all_ranks(world, lambda: check_is_shared(run, world.host))
     except BaseException:
@@ -235,6 +242,8 @@ def remove_new(run: RunDirectory) -> None:
     """Remove a run directory that was created by this start and has no logs, so that its path can be given again."""
     with contextlib.suppress(OSError):
         run.run_json.unlink()
+        release(run.lock)
+        (run.path / LOCK_NAME).unlink(missing_ok=True)
         if launch_file := os.environ.get(LAUNCH_FILE_VARIABLE):
             Path(launch_file).unlink(missing_ok=True)
         for folder in (run.plans, run.requests, run.checkpoints, run.path):

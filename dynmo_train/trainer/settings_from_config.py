@@ -189,7 +189,7 @@ def compression_settings(config: Config) -> CompressionSettings:
         feedback=options.use_error_feedback,
         feedback_within_step=not options.error_feedback_across_steps,
         replica_rank=options.grad_comp_rank if options.grad_comp else None,
-        replica_warmup_steps=int(options.grad_comp_warm_up * config.training.train_iters),
+        replica_warmup_steps=options.grad_comp_warm_up_iters,
         replica_workers=int(workers) if workers is not None and is_count(workers) else None,
         choose_workers=workers == "auto",
         fuse_ties=options.emb_comm_opt,

@@ -65,7 +65,7 @@ from ..pipeline.profiler import LayerProfiler
 from .checkpoint.engine_checkpoint import check_same_model, check_same_optimizer, state_reader
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
 from .checkpoint.model_keys import extension_text, keys_of_extension
-from .checkpoint.run_options import check_same_options, recorded_options
+from .checkpoint.run_options import check_same_options, keep_schedules, recorded_options
 from .checkpoint.unread_tensors import check_all_weights_are_read
 from .engine import Engine
 from .engine_settings import EngineSettings
@@ -277,7 +277,7 @@ def load_engine(
     checkpoint = _checkpoint(config, world) if memory is None else None
     source = checkpoint or memory
     manifest = source.manifest if source is not None else None
-    step, consumed = run_on_all_ranks(world, lambda: _progress(config, source, world))
+    config, step, consumed = run_on_all_ranks(world, lambda: _progress(config, source, world))
     stored_ranges = _spike_state(manifest, step).get("skipped_samples", ())
     batches = config.batch_positions([*((begin, end) for begin, end in stored_ranges), *skipped])
     config = _with_steps_left(config, batches, step, consumed, world)
@@ -361,14 +361,15 @@ def _checkpoint(config: Config, world: World) -> Checkpoint | None:
     return checkpoint
 
 
-def _progress(config: Config, source: Checkpoint | MemoryCheckpoint | None, world: World) -> tuple[int, int]:
-    """Completed steps and consumed samples.
+def _progress(config: Config, source: Checkpoint | MemoryCheckpoint | None, world: World) -> tuple[Config, int, int]:
+    """The configuration with the schedules that a resumed run keeps, completed steps and consumed samples.
 
     Raises:
         CheckpointError: the consumed samples are unknown; on rank 0, the run that resumes is made of other options.
     """
     if source is None or (isinstance(source, Checkpoint) and _takes_weights_only(config, source)):
-        return 0, 0
+        return config, 0, 0
+    config = keep_schedules(config, source.manifest, prints=world.is_rank0)
     step, consumed = source.manifest["step"], source.manifest["consumed_train_samples"]
     if step and not consumed:
         raise CheckpointError(
@@ -377,7 +378,7 @@ def _progress(config: Config, source: Checkpoint | MemoryCheckpoint | None, worl
         )
     if isinstance(source, Checkpoint) and step and world.is_rank0 and not config.training.skip_train:
         check_same_options(source, config)
-    return step, consumed
+    return config, step, consumed
 
 
 def _check_tokenizer(config: Config) -> bool:

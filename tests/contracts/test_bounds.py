@@ -65,7 +65,7 @@ READERS = {
     "sparse table": read_sparse_table,
     "trace": lambda path: emulation_trace.read_trace(path, ["embedding"]),
     "segment": train_profile.next_segment,
-    "metrics": lambda path: compare_runs.read_lines(path),
+    "metrics": lambda path: list(compare_runs.read_records(path)),
     "vocabulary of dynmo-train": lambda path: train_tokenizer.read_vocabulary(path),
     "lambada": lambda path: lambada.read_passages(path),
     "harness": lambda path: lm_eval_data.read_rows("piqa", path),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +22,9 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
+from dynmo_train.launch.elastic import restart
 from dynmo_train.launch.options import ExitOptions
+restart.FIRST_PAUSE_S = 0.1
 nproc, log_dir, grace_s, save_s, restarts, program = sys.argv[1:7]
 exits = ExitOptions(grace_s=float(grace_s), save_s=float(save_s), max_restarts=int(restarts))
 launch = LocalLaunch(nproc=int(nproc), arguments=("first",), log_dir=Path(log_dir), exits=exits,
@@ -48,8 +52,8 @@ rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RUN_ID"]
 Path(f"seen-{start}-{rank}").write_text(json.dumps([os.environ["WORLD_SIZE"], *sys.argv[1:]]))
 Path("run/requests").mkdir(parents=True, exist_ok=True)
 def put(path, text):  # whole: a rank may be ended while it writes
-    Path(f"part-{rank}").write_text(text)
-    os.replace(f"part-{rank}", path)
+    Path(f"{path}-{rank}").write_text(text)
+    os.replace(f"{path}-{rank}", path)
 put(os.environ["DYNMO_LAUNCH_FILE"], os.path.abspath("run"))
 """
 
@@ -151,7 +155,6 @@ def test_terminated_launch_waits_for_the_save(tmp_path):
     returned, _, err = finish(process)
     assert (returned, err) == (143, "dynmo-train: SIGTERM: terminated | processes: 2\n")
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
-    assert not list((tmp_path / "logs").glob("shutdown-*"))
     assert not any(map(lives, pids))
 
 
@@ -191,6 +194,7 @@ def test_failed_run_is_restarted_up_to_the_limit(tmp_path):
     code, _, err = run(tmp_path, program, nproc=1, restarts=2)
     assert code == 0, err
     assert "--load" in (tmp_path / "seen-round-2-0").read_text()
+    assert "restart 2 of 2 in 0.1 s: the run saved nothing since the last restart" in err
     other = tmp_path / "other"
     other.mkdir()
     code, _, _ = run(other, program.replace("round-2", "round-9"), nproc=1, restarts=1)
@@ -218,8 +222,12 @@ def test_launcher_restarts_only_a_run(tmp_path, code, message):
 @pytest.mark.complete
 @pytest.mark.parametrize("restarts", [0, 3])
 def test_log_folder_that_is_lost_during_the_launch_hides_no_error(tmp_path, restarts):
-    lose = "os.rename('logs', 'old')\nPath('logs').write_text('a file')\nsys.exit(7)\n"
-    code, _, err = run(tmp_path, BEGIN_RUN + lose, nproc=1, restarts=restarts)
+    lose = "if start == 'round-0':\n    os.rename('logs', 'old')\n    Path('logs').write_text('a file')\n"
+    code, out, err = run(tmp_path, BEGIN_RUN + lose + "print(start)\nsys.exit(7)\n", nproc=1, restarts=restarts)
     assert "Traceback" not in err
-    assert code == 7 if restarts == 0 else code != 0
-    assert "rank 0 exited with code 7" in err
+    assert code == 7
+    assert err.count("rank 0 exited with code 7") == 1 + restarts
+    assert {f"round-{number}" for number in range(1, 1 + restarts)} <= set(out.split())
+    assert ("the logs of this round are in memory: /dev/shm/" in err) == bool(restarts)
+    for folder in re.findall(r"in memory: (\S+)", err)[:1]:
+        shutil.rmtree(folder)

@@ -37,8 +37,8 @@ from pathlib import Path
 import torch, torch.distributed as dist
 rank, start = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
 def put(path, text):
-    Path(f"part-{rank}").write_text(text)
-    os.replace(f"part-{rank}", path)
+    Path(f"{path}-{rank}").write_text(text)
+    os.replace(f"{path}-{rank}", path)
 def linger():  # until it is ended, or its launcher is gone
     select.select([os.pidfd_open(os.getppid())], [], [])
 dist.init_process_group("gloo")
@@ -144,6 +144,21 @@ def test_loss_of_node_zero_requests_a_relaunch(tmp_path):
     assert code == 75
     assert "node 0 at 127.0.0.1" in err
     assert "launch again" in err
+    assert err.count("\n") <= 3, err  # no C++ frames
+
+
+def test_launcher_that_is_stopped_at_the_end_fails_no_complete_run(tmp_path):
+    os.mkfifo(tmp_path / "end")
+    first, second = start(tmp_path, "if rank == 0:\n    Path('end').read_text()", silence_s=3)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2, "start of both nodes", first, second)
+    second.send_signal(signal.SIGSTOP)
+    (tmp_path / "end").write_text("")
+    warning = "dynmo-train: warning: lost node 1 after the processes of node 0 had finished\n"
+    try:
+        assert finish(first) == (0, "", warning)
+    finally:
+        second.send_signal(signal.SIGCONT)
+    assert finish(second)[0] == 0
 
 
 def test_finished_node_does_not_end_the_others(tmp_path):

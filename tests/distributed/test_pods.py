@@ -144,7 +144,7 @@ def test_released_pod_completes_and_a_drained_one_is_replaced(cluster, tmp_path)
 
     second.send_signal(signal.SIGTERM)  # its node is drained: it has time to save
     # The launcher's note is there once it has passed the signal on to its worker, which waits for rank 0 in this step.
-    wait_for(lambda: list(tmp_path.glob("*/**/shutdown-*")), "note of the signal", first)
+    wait_for(lambda: list(Path("/dev/shm").glob("dynmo-heartbeats-*/shutdown")), "note of the signal", first)
     planner.keep_until_end(second)
     _, words = second.communicate(timeout=600)
     assert second.returncode == 143, words

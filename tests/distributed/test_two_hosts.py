@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -125,7 +126,7 @@ def test_host_that_was_cut_off_joins_again_by_itself_and_changes_no_bit(undistur
         wait_for(lambda: len(headers(run)) == 2, "restart of two hosts", *nodes)
         planner.wait_for_ask(3, *nodes)
         made.connect(2, is_up=True)
-        wait_for(lambda: list(place.glob("logs/join-*.json")), "join request", *nodes)
+        wait_for(lambda: list(Path("/dev/shm").glob("dynmo-heartbeats-*/join.json")), "join request", *nodes)
         planner.keep_until_end(nodes[0])
         ends = [node.communicate(timeout=600) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0, 0], ends

@@ -24,7 +24,9 @@ import sys
 from pathlib import Path
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
 from dynmo_train.launch.options import ExitOptions
+from dynmo_train.launch.elastic import restart
 from dynmo_train.launch.worker_start import WorkerStart
+restart.FIRST_PAUSE_S = 0.1
 way, nproc, restarts = sys.argv[1:]
 launch = LocalLaunch(nproc=int(nproc), arguments=("first", "second word"), log_dir=Path("logs"),
                      exits=ExitOptions(grace_s=1.0, save_s=1.0, max_restarts=int(restarts)),
@@ -126,6 +128,7 @@ def described(folder, way):
 def without_places(value, folder, way, launcher):
     """A description without what differs between any two launches: folder, process id, port, random names."""
     text = json.dumps(value).replace(str(folder / way), "FOLDER").replace(f"-{launcher}", "-PID")
+    text = text.replace(value["environ"]["DYNMO_HEARTBEATS"], "MEMORY")
     found = json.loads(text)
     for name in ("environ", "proc_environ"):
         for key in ("MASTER_PORT", "DYNMO_LAUNCHER_PID", "DYNMO_HEARTBEATS", "TORCHELASTIC_ERROR_FILE"):
@@ -234,8 +237,9 @@ for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().spli
         Path(f"server-{os.environ['TORCHELASTIC_RUN_ID']}").write_text(child)
 if KILLED and os.environ["TORCHELASTIC_RUN_ID"] == "round-0":
     os.kill(int(Path("server-round-0").read_text()), 9)
-Path("part").write_text(os.path.abspath("run"))
-os.replace("part", os.environ["DYNMO_LAUNCH_FILE"])
+place = os.environ["DYNMO_LAUNCH_FILE"]
+Path(f"{place}.part").write_text(os.path.abspath("run"))
+os.replace(f"{place}.part", place)
 raise SystemExit(75 if os.environ["TORCHELASTIC_RUN_ID"] == "round-0" else 0)
 """
 

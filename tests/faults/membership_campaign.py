@@ -88,14 +88,14 @@ class Episode:
 
     def launch(self, number: int) -> int:
         """The launcher of a host, in its process."""
-        from dynmo_train.launch.elastic import membership, rendezvous
+        from dynmo_train.launch.elastic import membership, rendezvous, restart
         from dynmo_train.launch.launcher import LocalLaunch, launch_local
         from dynmo_train.launch.options import ExitOptions, NodeConfig
 
         os.environ["DYNMO_TEST_HOST"] = str(number)
         for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-        rendezvous.FIRST_JOIN_S = 8.0
+        rendezvous.FIRST_JOIN_S, restart.FIRST_PAUSE_S = 8.0, 0.0
         rendezvous.Limits = functools.partial(membership.Limits, quiet_s=1.0, max_wait_s=5.0)  # type: ignore[misc]
         launch = LocalLaunch(
             nproc=1,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -86,6 +88,16 @@ def test_run_on_a_full_disk_loses_a_save_and_no_line(tmp_path):
     [failed] = [event for event in lines(run / "events.jsonl") if event["kind"] == "not_saved"]
     assert failed["step"] == 6
     assert "No space left on device; training continues, and the next save retries" in failed["message"]
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_run_whose_messages_cannot_be_written_trains_to_its_end(tmp_path, launched):
+    data, run = write_data(tmp_path / "x"), tmp_path / "run"
+    launcher = ["launch", "local", "--nproc", "2", "--log-dir", str(tmp_path / "logs"), "--"] if launched else []
+    command = [sys.executable, "-m", "dynmo_train", *launcher, *options(data, run)]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stdout=full, stderr=full, timeout=300).returncode == 0
+    assert steps_of(run) == [3, 6, 9, 12]
 
 
 @pytest.mark.parametrize("extra", [(), ("--async-save",)])

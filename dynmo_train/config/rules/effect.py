@@ -305,7 +305,7 @@ EFFECTS: tuple[EffectRule, ...] = (
         refuse=True,
     ),
     EffectRule(
-        options=("grad_comp_rank", "grad_comp_warm_up"),
+        options=("grad_comp_rank", "grad_comp_warm_up", "grad_comp_warm_up_iters"),
         when=lambda c: c.compression.grad_comp,
         without="without --grad-comp",
     ),

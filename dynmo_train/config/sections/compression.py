@@ -30,6 +30,11 @@ class CompressionConfig:
         minimum=0,
         maximum=1,
     )
+    grad_comp_warm_up_iters: int = option(
+        "Steps without --grad-comp at the start.",
+        minimum=0,
+        derive=("--grad-comp-warm-up x --train-iters", lambda v, _: int(v["grad_comp_warm_up"] * v["train_iters"])),
+    )
     selective_grad_comp: bool = option(
         "Apply --grad-comp only to the first pipeline ranks, which finish last.",
         default=False,

@@ -8,6 +8,7 @@ these continue (``continuation.py``). Processes are forked by a server that has 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import math
@@ -22,10 +23,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..._common.console import print_message
 from ..._common.errors import DynmoError
+from ..._common.streams import printable
 from ..exit_status import Failure, with_causal_codes
 from ..failure_record import QuietLines, read_failure
 from ..signal_files import create_file, remove_file
@@ -174,14 +176,18 @@ class _Tail(threading.Thread):
     """
 
     def __init__(
-        self, find: Callable[[], str | None], stream: IO[str], quiet: QuietLines | None = None, begin: int = 0
+        self, find: Callable[[], str | None], stream: TextIO, quiet: QuietLines | None = None, begin: int = 0
     ) -> None:
         super().__init__(daemon=True)
         self.find, self.stream, self.quiet, self.begin = find, stream, quiet, begin
         self.finished = threading.Event()
 
     def run(self) -> None:
-        """Copy until ``finish``, and once more after it."""
+        """Copy until ``finish``, and once more after it; up to a log that can no longer be read."""
+        with contextlib.suppress(OSError):
+            self._copy()
+
+    def _copy(self) -> None:
         is_last = False
         while not ((path := self.find()) and os.path.exists(path)):
             if is_last:
@@ -191,13 +197,16 @@ class _Tail(threading.Thread):
             source.seek(self.begin)
             while True:
                 while text := source.read(1 << 16):
-                    self.stream.write(text if self.quiet is None else self.quiet.feed(text))
-                    self.stream.flush()
+                    self._print(text if self.quiet is None else self.quiet.feed(text))
                 if is_last:
                     if self.quiet is not None:
-                        self.stream.write(self.quiet.finish())
+                        self._print(self.quiet.finish())
                     return
                 is_last = self.finished.wait(MONITOR_INTERVAL_S)
+
+    def _print(self, text: str) -> None:
+        self.stream.write(printable(text, self.stream))
+        self.stream.flush()
 
     def finish(self) -> None:
         """Copy the rest and return."""

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 FIRST_JOIN_S = 30.0
 # Seconds in which node 0 must be able to resolve its own name.
 OWN_NAME_S = 30.0
+# Seconds after its own time limit in which torch's store raises an error, on a busy machine.
+ANSWER_S = 3.0
 
 
 class RendezvousLostError(DynmoError):
@@ -146,7 +148,7 @@ def _connect(nodes: NodeConfig, seconds: float) -> Store:
 
     try:
         # In a thread: signals have no effect while the main thread is in torch's code.
-        store: Store = _call_with_timeout(connect, seconds + POLL_S)
+        store: Store = _call_with_timeout(connect, seconds + ANSWER_S)
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         place = f"{nodes.master_addr}:{nodes.master_port}"

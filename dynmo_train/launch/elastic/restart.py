@@ -6,6 +6,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Seconds before the second restart without progress, and at most. A disk that is full or a device that is lost for a
+# while would otherwise use all restarts within seconds.
+FIRST_PAUSE_S, MAX_PAUSE_S = 5.0, 60.0
+
+
+def restart_pause_s(restarts: int) -> float:
+    """Seconds before a restart, which doubles with each one without progress; the first one has no pause.
+
+    Args:
+        restarts: number of restarts without progress, with this one.
+    """
+    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(restarts - 2, 10)) if restarts > 1 else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:

@@ -20,10 +20,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -93,12 +91,6 @@ class WatchResult:
     hang: Hang | None = None
     collective: str = ""
     stacks: str = ""
-
-
-def make_heartbeat_folder() -> Path:
-    """A new folder on a memory file system, where there is one: pages there never reach a disk."""
-    memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="dynmo-heartbeats-", dir=memory if os.access(memory, os.W_OK) else None))
 
 
 def process_state(pid: int) -> str:
@@ -473,8 +465,3 @@ def _signal(pid: int, number: int) -> None:
     """Send a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def remove_heartbeat_folder(folder: Path) -> None:
-    """Remove a folder of :func:`make_heartbeat_folder`."""
-    shutil.rmtree(folder, ignore_errors=True)

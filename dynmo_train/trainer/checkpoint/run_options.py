@@ -3,19 +3,20 @@
 A resumed run continues at a position in the data and with the state of its techniques. With another seed or other data
 the position means other samples; without the options of its techniques, frozen layers would train again with moments of
 zero. Such a resume is refused; ``--allow-changed-options`` permits it. Other options of the training may change, which
-is printed. Options that follow from others are not recorded, nor are those of placement, speed and logs.
+is printed. Options of placement, speed and logs are not recorded.
 
-::
+The schedule of a technique may follow from another option: ``--pruning-end-iter`` from ``--train-iters``. A resumed run
+with more steps keeps the schedule of its first start, unless the option of the schedule is given::
 
     options of the run ─▶ recorded_options ─▶ x_options of the manifest
                                                   │
-    options of the resumed run ───────────────────┴─▶ compare_options ─▶ refused, printed
+    options of the resumed run ─▶ keep_schedules ─┴─▶ compare_options ─▶ refused, printed
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,51 @@ def _recorded(config: Config) -> Iterator[tuple[OptionSpec, str, Any]]:
 def recorded_options(config: Config) -> dict[str, str]:
     """Option name to value, as text, of what a run is made of; without those that have their default.
 
+    Of a technique that the run has, options that follow from others are recorded, too.
+
     Args:
         config: configuration of the run.
     """
-    values = {
-        spec.name: (_identity(spec, value), _default(spec))
-        for spec, _, value in _recorded(config)
-        if config.sources[spec.name] != "derived"
-    }
-    return {name: text for name, (text, default) in values.items() if text != default}
+    values = [(spec, group, _identity(spec, value)) for spec, group, value in _recorded(config)]
+    differing = [
+        (spec.name, group, text)
+        for spec, group, text in values
+        if config.sources[spec.name] != "derived" and text != _default(spec)
+    ]
+    groups = {group for _, group, _ in differing} - {"data", "other"}
+    derived = [(spec.name, text) for spec, group, text in values if group in groups and _is_derived(config, spec)]
+    return {**{name: text for name, _, text in differing}, **dict(derived)}
+
+
+def _is_derived(config: Config, spec: OptionSpec) -> bool:
+    """Whether the value of an option follows from another one; those without such a rule are never derived."""
+    return config.sources[spec.name] == "derived" and spec.declaration.derive is not None
+
+
+def keep_schedules(config: Config, manifest: Mapping[str, Any], *, prints: bool) -> Config:
+    """The configuration with the schedules of techniques of the checkpoint that it resumes from.
+
+    Args:
+        config: configuration of the run; an option of a schedule that was given stays.
+        manifest: manifest of the checkpoint.
+        prints: whether to print the values of the checkpoint that differ.
+    """
+    stored: Mapping[str, str] = manifest.get(KEY, {})
+    stored_values: list[str] = []
+    for spec, group, value in list(_recorded(config)):
+        text = stored.get(spec.name)
+        if group in ("data", "other") or text is None or not _is_derived(config, spec):
+            continue
+        if not isinstance(value, int) or not text.isascii() or not text.isdigit():
+            continue
+        if int(text) != value:
+            stored_values.append(f"{spec.flag} {text}, not {value}")
+        changed = replace(config.concern(spec.concern), **{spec.name: int(text)})
+        config = replace(config, **{spec.concern: changed}, sources={**config.sources, spec.name: "checkpoint"})
+    if stored_values and prints:
+        remedy = "to change them, give these options and --allow-changed-options"
+        print_message(f"schedules of the checkpoint: {'; '.join(stored_values)}; {remedy}")
+    return config
 
 
 def compare_options(manifest: Mapping[str, Any], config: Config) -> OptionChanges:

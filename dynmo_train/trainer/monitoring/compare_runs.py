@@ -1,17 +1,23 @@
-"""Compares two runs with the same numerics: whether the losses are equal bit for bit, and the step times."""
+"""Compares two runs with the same numerics: whether the losses are equal bit for bit, and the step times.
+
+Lines are read one by one. Of a step only the numbers that are compared stay in memory, 40 bytes per line and run.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._common.document import UnreadableError
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._common.document import UnreadableError, parse_any_json
 from ..._common.errors import UsageError
-from ..._common.log_parts import part_paths, read_part_records
+from ..._common.log_parts import part_paths, read_part_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +67,10 @@ class Comparison:
     largest_difference: float
     losses: Difference | None
     norms: Difference | None
-    loss_first: float
-    loss_last: float
-    first_losses: tuple[float, float]
-    last_losses: tuple[float, float]
+    loss_first: float | None
+    loss_last: float | None
+    first_losses: tuple[float | None, float | None]
+    last_losses: tuple[float | None, float | None]
     validation_first: float | None
     validation_last: float | None
     step_ms: tuple[float, float]
@@ -95,28 +101,73 @@ class Comparison:
         return f"losses {losses}{norms}"
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics or event file.
+class _Series:
+    """Values by step, one line after another; of a step that was repeated after a resume, the later line counts."""
+
+    def __init__(self, *names: str) -> None:
+        self._steps = array("q")
+        self._values = {name: array("d") for name in names}
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add a line; a value that it does not have, or that is not finite, is NaN."""
+        self._steps.append(line["step"])
+        for name, values in self._values.items():
+            value = line.get(name)
+            values.append(math.nan if value is None else value)
+
+    def last(self) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
+        """The steps in ascending order, and their values by name."""
+        # ``unique`` returns the first position of each step, here from the end.
+        steps, at = np.unique(np.frombuffer(self._steps, np.int64)[::-1], return_index=True)
+        return steps, {name: np.frombuffer(each, np.float64)[::-1][at] for name, each in self._values.items()}
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics or event file.
 
     Raises:
-        UsageError: the file cannot be read.
+        UsageError: the file cannot be read, or a line is not an object.
     """
     try:
-        return list(read_part_records(path))
+        for number, line in enumerate(read_part_lines(path), 1):
+            try:
+                record = parse_any_json(line)
+            except ValueError as error:
+                raise UsageError(f"{path}: line {number} is not JSON ({error}); give a run directory") from error
+            if not isinstance(record, dict):
+                raise UsageError(f"{path}: line {number} is not an object; give a run directory")
+            yield record
     except UnreadableError as error:
         raise UsageError(f"{path}: cannot be read ({error.reason}); give a run directory") from error
 
 
+def _read_series(run: Path) -> tuple[_Series, _Series]:
+    """The training steps and the evaluations of a run.
+
+    Raises:
+        UsageError: ``metrics.jsonl`` cannot be read, or lacks a value.
+    """
+    trained, validated = _Series("lm_loss", "grad_norm", "step_ns", "tokens"), _Series("validation_loss")
+    path = run / "metrics.jsonl"
+    for number, line in enumerate(read_records(path), 1):
+        try:
+            if "lm_loss" in line:
+                trained.add(line)
+            if "validation_loss" in line:
+                validated.add(line)
+        except (KeyError, TypeError, OverflowError) as error:
+            raise UsageError(f"{path}: line {number} has no valid {error}; give a run directory") from error
+    return trained, validated
+
+
 def _moves(run: Path) -> tuple[int, int, int]:
     """Number of moved items, moved bytes and step of the last migration of a run; zeros without any."""
-    if not part_paths(run / "events.jsonl"):
-        return 0, 0, 0
-    applied = [event for event in read_lines(run / "events.jsonl") if event["kind"] == "plan_applied"]
-    return (
-        sum(len(event["moves"]) for event in applied),
-        sum(event["bytes"] for event in applied),
-        max((event["step"] for event in applied), default=0),
-    )
+    num_moves = num_bytes = last = 0
+    for event in read_records(run / "events.jsonl") if part_paths(run / "events.jsonl") else ():
+        if event["kind"] == "plan_applied":
+            num_moves, num_bytes = num_moves + len(event["moves"]), num_bytes + event["bytes"]
+            last = max(last, event["step"])
+    return num_moves, num_bytes, last
 
 
 def compare_runs(first: Path, second: Path) -> Comparison:
@@ -125,34 +176,30 @@ def compare_runs(first: Path, second: Path) -> Comparison:
     Raises:
         UsageError: a path is not a run directory, or the runs have fewer than two steps in common.
     """
-    trained: list[dict[int, dict[str, Any]]] = []
-    validated: list[dict[int, float]] = []
-    for run in (first, second):
-        lines = read_lines(run / "metrics.jsonl")
-        trained.append({line["step"]: line for line in lines if "lm_loss" in line})
-        validated.append({line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line})
-    common = sorted(set(trained[0]) & set(trained[1]))
+    series = [tuple(each.last() for each in _read_series(run)) for run in (first, second)]
+    trained, validated = zip(*series, strict=True)
+    common, *at = np.intersect1d(trained[0][0], trained[1][0], assume_unique=True, return_indices=True)
     if len(common) < 2:
         count = f"{len(common)} step{'' if len(common) == 1 else 's'}"
         raise UsageError(f"{first} and {second} have {count} in common; two or more are needed to compare")
+    values = [{name: each[rows] for name, each in run[1].items()} for run, rows in zip(trained, at, strict=True)]
     # Equality of floats on purpose: a placement must not change any bit. JSON holds the shortest exact text of each.
-    pairs = {
-        key: [(step, trained[0][step].get(key), trained[1][step].get(key)) for step in common]
-        for key in ("lm_loss", "grad_norm")
-    }
-    validation_steps = set(validated[0]) & set(validated[1])
-    pairs["lm_loss"] += [(step, validated[0][step], validated[1][step]) for step in validation_steps]
-    loss_difference, norm_difference = _difference(pairs["lm_loss"]), _difference(pairs["grad_norm"])
+    loss_difference = _difference(common, values[0]["lm_loss"], values[1]["lm_loss"])
+    norm_difference = _difference(common, values[0]["grad_norm"], values[1]["grad_norm"])
+    evaluated, *at = np.intersect1d(validated[0][0], validated[1][0], assume_unique=True, return_indices=True)
+    evaluations = [run[1]["validation_loss"][rows] for run, rows in zip(validated, at, strict=True)]
+    loss_difference = _larger(loss_difference, _difference(evaluated, *evaluations))
     different = [one for one in (loss_difference, norm_difference) if one is not None]
     migrations = [_moves(run) for run in (first, second)]
     # The pipeline is rebuilt in the first step after a migration.
-    steady_from = max(common[0], *(last + 1 for _, _, last in migrations))
-    tail = [step for step in common if step > steady_from] or common[-1:]
+    steady_from = max(int(common[0]), *(last + 1 for _, _, last in migrations))
+    is_steady = common > steady_from
+    is_steady[-1] |= not is_steady.any()
     # The mean contains the pauses of migrations; the median shows the steady state without outliers.
-    means = [statistics.fmean(run[step]["step_ns"] for step in common[1:]) / 1e6 for run in trained]
-    tails = [statistics.median(run[step]["step_ns"] for step in tail) / 1e6 for run in trained]
-    losses = [tuple(run[step]["lm_loss"] for run in trained) for step in (common[0], common[-1])]
-    validation = [validated[1][step] for step in sorted(validated[1])]
+    means = [float(np.mean(run["step_ns"][1:])) / 1e6 for run in values]
+    tails = [float(np.median(run["step_ns"][is_steady])) / 1e6 for run in values]
+    losses = [tuple(_finite(run["lm_loss"][place]) for run in values) for place in (0, -1)]
+    validation = [_finite(value) for value in validated[1][1]["validation_loss"]]
     return Comparison(
         steps=len(common),
         identical=not different,
@@ -173,27 +220,35 @@ def compare_runs(first: Path, second: Path) -> Comparison:
         ratio_steady=tails[0] / tails[1],
         moves=(migrations[0][0], migrations[1][0]),
         moved_bytes=(migrations[0][1], migrations[1][1]),
-        tokens_per_s=trained[1][common[-1]]["tokens"] / (means[1] / 1e3),
+        tokens_per_s=float(values[1]["tokens"][-1]) / (means[1] / 1e3),
     )
 
 
-def _difference(values: Sequence[tuple[int, float | None, float | None]]) -> Difference | None:
-    """The difference of (step, value of the first run, value of the second run); None where all are equal."""
-    different = [(step, _relative(one, other)) for step, one, other in values if one != other]
-    if not different:
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _difference(steps: NDArray[np.int64], first: NDArray[np.float64], second: NDArray[np.float64]) -> Difference | None:
+    """The difference of two series of values; None where all are equal, or not finite in both."""
+    is_different = (first != second) & ~(np.isnan(first) & np.isnan(second))
+    if not is_different.any():
         return None
-    return Difference(first=min(step for step, _ in different), largest=max(size for _, size in different))
+    one, other = first[is_different], second[is_different]
+    with np.errstate(invalid="ignore"):
+        sizes = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
+    sizes[~(np.isfinite(one) & np.isfinite(other))] = math.inf
+    return Difference(first=int(steps[is_different][0]), largest=float(sizes.max()))
+
+
+def _larger(one: Difference | None, other: Difference | None) -> Difference | None:
+    """The difference of two quantities together."""
+    if one is None or other is None:
+        return one or other
+    return Difference(first=min(one.first, other.first), largest=max(one.largest, other.largest))
 
 
 def _text(difference: Difference) -> str:
     return f"at most {difference.largest:.1e} relative; first at step {difference.first}"
-
-
-def _relative(one: float | None, other: float | None) -> float:
-    """The difference of two values, relative to the larger one."""
-    if one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
-        return math.inf
-    return abs(one - other) / max(abs(one), abs(other))
 
 
 def comparison_rows(result: Comparison) -> list[tuple[str, str, str]]:

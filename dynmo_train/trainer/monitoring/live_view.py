@@ -108,6 +108,8 @@ def state(status: RunStatus) -> str:
         return "done"
     if status.exit_code is not None:
         return f"stopped (exit code {status.exit_code})"
+    if status.has_processes is False:
+        return "stopped (no process of it is left)"
     if status.step == 0:
         return "starting"
     limit = max(IDLE_S, IDLE_STEPS * (status.step_ms or 0.0) / 1e3)

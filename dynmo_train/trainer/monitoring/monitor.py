@@ -41,7 +41,8 @@ def format_status(status: RunStatus, *, ascii_only: bool = False) -> str:
     """The status as plain text; ``ascii_only`` where the output has no block characters."""
     of = f" of {status.train_iters:,}" if status.train_iters is not None else ""
     left = time_left(status)
-    stopped = "" if status.exit_code is None else f", {state(status)}"
+    is_stopped = status.exit_code is not None or status.has_processes is False
+    stopped = f", {state(status)}" if is_stopped else ""
     end = ", done" if status.is_done else stopped
     lines = [
         f"{status.run}: step {status.step:,}{of}{end}{left}",

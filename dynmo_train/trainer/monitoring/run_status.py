@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.document import DocumentError, read_any_json
-from ..._common.errors import UsageError
+from ..._common.errors import EXIT_RELAUNCH, UsageError
 from ...formats.os_errors import reason
 from ...formats.plan import plan_path
+from ...launch.run_lock import is_locked
 from .jsonl_tail import JsonlTail
 from .run_records import EventsSummary, MetricsSummary, ProfileSummary, mean
 
@@ -147,6 +148,7 @@ class RunStatus:
         steps_lost: number of steps that they cost.
         invalid_lines: number of lines that could not be read.
         exit_code: exit code of the last start, where it ended before the last step; None while it runs.
+        has_processes: whether a process executes the run; None where this machine does not know.
     """
 
     run: str
@@ -187,6 +189,7 @@ class RunStatus:
     steps_lost: int
     invalid_lines: int
     exit_code: int | None
+    has_processes: bool | None
 
     @property
     def is_done(self) -> bool:
@@ -195,8 +198,10 @@ class RunStatus:
 
     @property
     def is_over(self) -> bool:
-        """Whether no launcher continues the run: it is done, was stopped, or its model is not finite."""
-        return self.is_done or self.exit_code in FINAL_EXIT_CODES
+        """Whether no launcher continues the run: it is done, was stopped or killed, or its model is not finite."""
+        # After exit code 75 a scheduler starts the run again.
+        was_killed = self.has_processes is False and self.exit_code != EXIT_RELAUNCH
+        return self.is_done or self.exit_code in FINAL_EXIT_CODES or was_killed
 
 
 class RunFollower:
@@ -331,6 +336,7 @@ class RunFollower:
         # Of this start: a later one continues the run.
         segment, stopped_with = self._events.stopped or (None, None)
         exit_code = stopped_with if segment == self._document.get("segment") else None
+        has_processes = is_locked(self.run)
         return RunStatus(
             run=str(self.run),
             model=self._option("model", "family"),
@@ -344,7 +350,7 @@ class RunFollower:
             tokens_per_s=metrics.per_s("tokens"),
             mfu=self._mfu(),
             time_left_s=None
-            if train_iters is None or step_ms is None or exit_code is not None
+            if train_iters is None or step_ms is None or exit_code is not None or has_processes is False
             else (train_iters - metrics.step) * step_ms / 1e3,
             idle_s=self._idle_s(),
             skipped=metrics.num_skipped,
@@ -375,6 +381,7 @@ class RunFollower:
             seconds_lost=self._events.seconds_lost,
             steps_lost=self._events.steps_lost,
             exit_code=exit_code,
+            has_processes=has_processes,
             invalid_lines=sum(
                 tail.invalid_lines for tail in (self._metrics_tail, self._profile_tail, self._events_tail)
             ),

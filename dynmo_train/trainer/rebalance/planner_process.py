@@ -7,7 +7,9 @@ to its standard output from the loop that decides, and the trainer drains this p
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -18,8 +20,12 @@ from typing import IO
 from ...config.sections.balance import BalanceConfig
 from ...launch.find_command import program_path
 
-# A planner that has failed this often will probably fail again: the run continues without one.
+# A planner that has failed this often will probably fail again: the run continues without one. One that has worked for
+# ``REFILL_S`` has all restarts again, so that a failure per day does not end the planning of a long run.
 RESTARTS = 3
+REFILL_S = 600.0
+# Size of ``planner.log`` from which on its contents become ``planner.log.1``, which replaces the former one.
+MAX_LOG_BYTES = 1 << 20
 HEARTBEAT_S = 1.0
 # Extra time for the first heartbeat: the interpreter and its imports are slow on a busy machine.
 STARTUP_S = 60.0
@@ -35,7 +41,7 @@ class PlannerProcess:
         run_dir: run directory.
         arguments: arguments of ``dynmo-plan watch``, after the run directory.
         timeout_s: seconds without a heartbeat after which the process is replaced; at least 10 heartbeats.
-        restarts: maximum number of restarts after exits and hangs.
+        restarts: maximum number of restarts after exits and hangs, within ``REFILL_S``.
         now: monotonic clock, in seconds.
     """
 
@@ -49,6 +55,7 @@ class PlannerProcess:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run_dir, self.arguments, self.restarts_left = run_dir, list(arguments), restarts
+        self._restarts, self._started_s = restarts, 0.0
         self._timeout_s, self._now = timeout_s, now
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -60,21 +67,22 @@ class PlannerProcess:
         command = program_path("dynmo-plan")
         if command is None:
             return "dynmo-plan is not installed next to dynmo-train: the partition stays as it is"
-        # Appended to: the message of a planner that died is above those of its successor.
-        self._log = self._log or open(self.run_dir / "planner.log", "ab")  # noqa: SIM115 - the child writes it
         # With the pid of this process the planner can end itself when a killed trainer does not stop it.
         supervised = ["--parent-pid", str(os.getpid()), "--heartbeat-s", str(HEARTBEAT_S)]
-        self._process = subprocess.Popen(
-            [command, "watch", str(self.run_dir), *supervised, *self.arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            process_group=0,  # Ctrl-C in a terminal must not end the planner before the trainer has saved
-        )
+        try:
+            self._process = subprocess.Popen(
+                [command, "watch", str(self.run_dir), *supervised, *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self._open_log(),
+                process_group=0,  # Ctrl-C in a terminal must not end the planner before the trainer has saved
+            )
+        except OSError as error:
+            return f"the planner cannot be started ({error.strerror}); training continues with the active partition"
         if self._process.stdout is not None:
             # The trainer reads at step boundaries, and must not wait for a planner that hangs.
             os.set_blocking(self._process.stdout.fileno(), False)
-        self._silent_since, self.has_beaten = self._now(), False
+        self._silent_since, self.has_beaten, self._started_s = self._now(), False, self._now()
         # The planner is off the critical path: it yields a shared core to the trainer.
         os.setpriority(os.PRIO_PROCESS, self._process.pid, 5)
         return None
@@ -94,12 +102,15 @@ class PlannerProcess:
         if self._process is None:
             return None
         self._read_heartbeats()
+        self._rotate_log()
         code = self._process.poll()
         if code is not None:
             problem = f"the planner exited with code {code}"
         elif (silent_s := self._now() - self._silent_since) > self._timeout_now_s:
             problem = f"the planner sent no heartbeat for {silent_s:.0f} s and was killed"
         else:
+            if self.has_beaten and self._now() - self._started_s >= REFILL_S:
+                self.restarts_left = self._restarts
             return None
         # Killed, since a hung process may not react to SIGTERM; it has no state but the files.
         self._end(self._process, kill=True)
@@ -115,6 +126,23 @@ class PlannerProcess:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+    def _open_log(self) -> IO[bytes] | int:
+        """The log, to which all planners of the run append; no log where it cannot be opened, as on a full disk."""
+        if self._log is None:
+            with contextlib.suppress(OSError):
+                self._log = open(self.run_dir / "planner.log", "ab")  # noqa: SIM115 - the child writes it
+        return self._log if self._log is not None else subprocess.DEVNULL
+
+    def _rotate_log(self) -> None:
+        """Begin the log again once it is full; by a copy, because the planner has it open."""
+        if self._log is None or os.fstat(self._log.fileno()).st_size < MAX_LOG_BYTES:
+            return
+        path = self.run_dir / "planner.log"
+        with contextlib.suppress(OSError):  # on a full disk the older lines are lost
+            shutil.copyfile(path, path.with_name("planner.log.1"))
+        with contextlib.suppress(OSError):
+            os.truncate(self._log.fileno(), 0)
 
     @property
     def _timeout_now_s(self) -> float:

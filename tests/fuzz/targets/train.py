@@ -457,9 +457,10 @@ TARGETS = [
     *(_status(name, f"{P}._common.report.run_data:read_run_files") for name in STATUS_FILES),
     *(_status(name, f"{P}.launch.incident_log:read_progress") for name in ("metrics.jsonl",)),
     file_target(
-        f"{P}.trainer.monitoring.compare_runs:read_lines",
+        f"{P}.trainer.monitoring.compare_runs:read_records",
         lambda _: [text.encode() for text in RUN_LINES.values()],
         file="metrics.jsonl",
+        call=lambda read, path: list(read(path)),
     ),
     file_target(f"{P}.pipeline.emulation_trace:read_trace", PROFILES, file="profile.jsonl", call=_trace),
     file_target(

@@ -15,6 +15,7 @@ import typer
 from dynmo_balance._common import console
 from dynmo_balance._common.console import emit_table
 from dynmo_balance._common.document import write_whole
+from dynmo_balance._common.streams import MessageFile
 
 COLUMNS = ["stage", "items", "size", "change", "when"]
 ROWS = [
@@ -79,6 +80,45 @@ def test_full_disk_of_an_open_file_is_one_message(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "dynmo-plan: error: a file: No space left on device\n")
 
 
+def test_messages_on_a_full_disk_are_dropped_and_counted(tmp_path):
+    file, full, target = os.open(tmp_path / "log", os.O_CREAT | os.O_RDWR), os.open("/dev/full", os.O_WRONLY), os.dup(1)
+    stream = io.TextIOWrapper(io.BufferedWriter(MessageFile(target)), line_buffering=True)
+    try:
+        for disk, text in (
+            (file, "first\nhalf a line"),
+            (full, ", lost\n"),
+            (full, "lost\n" * 9_000),
+            (file, "last\n"),
+        ):
+            os.dup2(disk, target)
+            stream.write(text)
+            stream.flush()
+        os.set_blocking((ends := os.pipe())[1], False)
+        os.dup2(ends[1], target)
+        stream.write("x" * (1 << 20))  # a pipe that nobody reads
+        os.close(ends[0])
+        stream.write("closed\n")
+    finally:
+        stream.close()
+        for descriptor in (file, full, target, ends[1]):
+            os.close(descriptor)
+    note = "(dropped 9,001 lines of messages: No space left on device)"
+    assert (tmp_path / "log").read_text() == f"first\nhalf a line\n{note}\nlast\n"
+
+
+@pytest.mark.parametrize("target", ["/dev/full", None])
+def test_messages_that_cannot_be_written_end_no_command(target):
+    code = "import sys; from dynmo_balance._common import console; import typer; app = typer.Typer()\n"
+    code += "@app.command()\ndef write():\n    console.print_message('x')\n    print('y', file=sys.stderr)\n"
+    code += "    console.emit('data')\nconsole.run_app(app, 'dynmo-plan')"
+    command = [sys.executable, "-c", code]
+    if target is None:  # closed
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+    with open(target or os.devnull, "w") as stderr:
+        ended = subprocess.run(command, stderr=stderr, stdout=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout) == (0, b"data\n")
+
+
 def test_full_disk_of_the_messages_ends_with_an_error():
     code = "import sys; from dynmo_balance._common.console import run_app; import typer, errno; app = typer.Typer()\n"
     code += "@app.command()\ndef write():\n    raise OSError(errno.ENOSPC, 'No space left on device')\n"
@@ -88,15 +128,18 @@ def test_full_disk_of_the_messages_ends_with_an_error():
     assert (ended.returncode, ended.stdout) == (1, b"")
 
 
-def test_error_without_a_file_keeps_its_traceback(monkeypatch):
+def test_error_without_a_file_keeps_its_traceback(monkeypatch, capsys):
     def fork():
-        raise OSError(errno.EAGAIN, "no more processes")
+        raise OSError(errno.EAGAIN, "no more \x1b[31mprocesses")
 
     app = typer.Typer()
     app.command()(fork)
     monkeypatch.setattr("sys.argv", ["dynmo-plan"])
-    with pytest.raises(OSError, match="no more processes"):
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    with pytest.raises(OSError, match="processes") as error:
         console.run_app(app, "dynmo-plan")
+    sys.excepthook(error.type, error.value, error.tb)
+    assert capsys.readouterr().err.endswith("] no more \\x1b[31mprocesses\n")
 
 
 def test_disk_that_refuses_the_removal_reports_its_first_error(monkeypatch, tmp_path):

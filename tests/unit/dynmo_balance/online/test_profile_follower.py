@@ -45,6 +45,30 @@ def tail(profile):
     return follower
 
 
+@pytest.mark.parametrize(
+    ("num_newest", "expected"),
+    [
+        (2, ["segment 0", 6, 7]),  # the newest file; its first step is skipped
+        (4, ["segment 0", 5, 6, 7]),  # the header is a line
+        (5, ["segment 0", "event", 4, 5, 6, 7]),
+        (100, ["segment 0", 1, 2, "event", 3, 4, 5, 6, 7]),
+    ],
+)
+def test_start_reads_the_newest_records_only(tmp_path, num_newest, expected):
+    path, copy = tmp_path / "profile.jsonl", header(x_continues=True)
+    change = '{"record": "event", "step": 3, "kind": "pruned", "detail": {}, "next_expected_step": null}\n'
+    (tmp_path / "profile.jsonl.1").write_text(HEADER + step(1) + step(2))
+    (tmp_path / "profile.jsonl.2").write_text(copy + change + step(3) + step(4))
+    path.write_text(copy + step(5) + step(6) + step(7))
+    follower = ProfileFollower(path, num_newest=num_newest)
+    records = follower.poll().records
+    found = [(getattr(each, "kind", None) and "event") or getattr(each, "step", "segment 0") for each in records]
+    assert found == expected
+    assert follower.has_skipped == (num_newest < 100)
+    append(path, step(8))
+    assert records_of(follower.poll()) == [8]
+
+
 def append(path, text):
     with path.open("a") as handle:
         handle.write(text)

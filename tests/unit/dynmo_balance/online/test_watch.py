@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -30,6 +31,23 @@ def test_watch_unbalanced_run_gets_a_plan(run):
     assert plan.optimality.optimal
     assert plan.predicted.gain_fraction > 0.1
     assert {move.to_worker for move in plan.migration.moves} == {0}
+
+
+def test_watch_full_disk_delays_a_plan(run, monkeypatch, capfd):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    watcher = Watcher(run, WatchOptions())
+    with monkeypatch.context() as full:
+        full.setattr("dynmo_balance.online.watch.publish", refuse)
+        watcher.poll()
+        watcher.poll()
+    assert plan_numbers(run / "plans") == [0]
+    monkeypatch.setattr("dynmo_balance.online.watch.time.monotonic", lambda: float("inf"))
+    watcher.poll()
+    assert newest(run).action == "move"
+    assert capfd.readouterr().err.count("No space left on device; trying again") == 1
 
 
 def test_watch_balanced_run_gets_no_plan(run):

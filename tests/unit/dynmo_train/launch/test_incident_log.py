@@ -21,6 +21,7 @@ from dynmo_train.launch.incident_log import (
     restart_environment,
     restart_incident,
     restarts_used,
+    unrecorded_end,
     write_incident,
 )
 from tests.paths import ROOT
@@ -93,6 +94,39 @@ def test_death_names_the_rank_that_ended_first_and_its_host():
     assert incident.cause == "killed by SIGKILL"
     assert incident.message == ("rank 3 on b was killed by SIGKILL; lost 30 steps and 12.5 s since the last checkpoint")
     assert (incident.steps_lost, incident.seconds_lost) == (30, 12.5)
+
+
+@pytest.mark.parametrize(
+    ("events", "step", "environment", "is_found"),
+    [
+        ([], 12, {}, True),
+        ([("2026-01-02T00:00:01Z", "checkpoint", {})], 12, {}, True),
+        ([("2026-01-02T00:00:01Z", "stopped", {})], 12, {}, False),
+        ([("2026-01-01T23:00:00Z", "stopped", {})], 12, {}, True),  # of an earlier start
+        ([("2026-01-02T00:00:01Z", "incident", {"incident": "node_loss"})], 12, {}, False),
+        ([("2026-01-02T00:00:01Z", "incident", {"incident": "restart"})], 12, {}, True),
+        ([], 20, {}, False),  # complete
+        ([], 0, {}, False),
+        ([], 12, restart_environment("a process failed"), False),  # the launcher has recorded it
+    ],
+)
+def test_start_killed_with_its_launcher_is_recorded_by_the_next_one(tmp_path, events, step, environment, is_found):
+    if step:
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+        os.utime(tmp_path / "metrics.jsonl", (1767312010.0, 1767312010.0))
+    for time_utc, kind, detail in events:
+        record = {"time_utc": time_utc, "step": 1, "kind": kind, "message": "m", **detail}
+        (tmp_path / "events.jsonl").write_text(json.dumps(record) + "\n")
+    before = {
+        "created_utc": "2026-01-02T00:00:00Z",
+        "config": {"training": {"train_iters": 20}},
+        "hosts": ["a", "b"],
+    }
+    incident = unrecorded_end(tmp_path, before, environment)
+    assert (incident is not None) == is_found
+    if incident is not None:
+        assert (incident.step, incident.steps_lost, incident.seconds_lost, incident.hosts) == (12, 12, 10.0, ["a"])
+        assert incident.message.endswith("lost 12 steps and 10.0 s since the last checkpoint")
 
 
 def test_lost_node_is_an_incident_of_its_host():

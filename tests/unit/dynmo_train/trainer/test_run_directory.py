@@ -47,7 +47,9 @@ def begin(**changes):
 
 def test_new_run_has_directories_and_configuration(tmp_path):
     run = begin(run_dir=str(tmp_path / "r"))
-    assert sorted(entry.name for entry in run.path.iterdir()) == ["checkpoints", "plans", "requests", "run.json"]
+    assert sorted(entry.name for entry in run.path.iterdir()) == [
+        *("checkpoints", "plans", "requests", "run.json", "run.lock")
+    ]
     document = read_run(run.run_json)
     assert document["run_id"] == run.run_id
     assert (document["segment"], document["world_size"], document["hosts"]) == (0, 2, ["a"])

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from dynmo_train.config import option_specs
 from dynmo_train.config.resolve import resolve
 from dynmo_train.formats.checkpoint import Checkpoint, CheckpointError
-from dynmo_train.trainer.checkpoint.run_options import KEY, check_same_options, compare_options, recorded_options
+from dynmo_train.trainer.checkpoint.run_options import (
+    KEY,
+    OptionChanges,
+    check_same_options,
+    compare_options,
+    keep_schedules,
+    recorded_options,
+)
 from tests.tables import table
 from tests.unit.dynmo_train.config.small_config import SMALL
 
@@ -105,3 +113,30 @@ def test_checkpoint_of_an_earlier_version_has_seed_and_split():
     earlier = {"data": {"seed": 1, "split": "969,30,1", "sequence_length": 8, "prefix": "x"}}
     assert compare_options(earlier, config()).refused == ("--seed is 1 there, 1234 here",)
     assert compare_options({"data": None}, config(seed=1, sparsify=True)) == compare_options({}, config())
+
+
+@table(
+    ("technique", "schedule", "value"),
+    [
+        ({"sparsify": True}, "pruning_end_iter", 100),
+        ({"curriculum_shortest": 8}, "curriculum_steps", 100),
+        ({"grad_comp": True, "grad_comp_warm_up": 0.3}, "grad_comp_warm_up_iters", 30),
+    ],
+)
+def test_schedule_that_follows_from_the_length_stays_in_a_longer_run(technique, schedule, value, capsys):
+    first, longer = config(**technique, train_iters=100), config(**technique, train_iters=200)
+    stored = {KEY: recorded_options(first)}
+    resumed = keep_schedules(longer, stored, prints=True)
+    flag = f"--{schedule.replace('_', '-')}"
+    printed = f"schedules of the checkpoint: {flag} {value}, not {2 * value}; to change them, give these options"
+    assert capsys.readouterr().err == f"{printed} and --allow-changed-options\n"
+    of_schedule = next(spec for spec in option_specs().values() if spec.name == schedule).concern
+    assert getattr(resumed.concern(of_schedule), schedule) == value
+    assert compare_options(stored, resumed) == OptionChanges((), ())
+    # The next checkpoint has it, too, and so the next resume.
+    assert recorded_options(resumed) == recorded_options(first)
+    given = keep_schedules(config(**technique, train_iters=200, **{schedule: 2 * value}), stored, prints=True)
+    assert compare_options(stored, given).refused == (f"{flag} is {value} there, {2 * value} here",)
+    # A technique that the first run did not have has its own schedule.
+    assert keep_schedules(longer, {KEY: recorded_options(config(train_iters=100))}, prints=True) == longer
+    assert capsys.readouterr().err == ""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from typer.testing import CliRunner
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app
 from dynmo_train.trainer.monitoring.compare_runs import compare_runs
 
@@ -82,3 +84,44 @@ def test_compare_validation_loss_counts_and_hides_no_other_difference(tmp_path, 
     assert compare_runs(runs[0], other).largest_difference == pytest.approx(0.2)
     other = write_run(tmp_path / "another", [4.0, 3.0, 2.0], 1.6)
     assert compare(runs[0], other).exit_code == 1
+
+
+def test_compare_later_lines_of_repeated_steps_count_in_any_part(tmp_path):
+    """A run was resumed from step 2, in another part of its log; the other one has more steps and no norm."""
+    first = write_run(tmp_path / "first", [4.0, 3.0, 9.0, 9.0], 1.5)
+    (first / "metrics.jsonl").rename(first / "metrics.jsonl.1")
+    lines = [{"step": step, "lm_loss": 2.0, "grad_norm": 1.0, "step_ns": 3_000_000, "tokens": 10} for step in (3, 4)]
+    (first / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    second = write_run(tmp_path / "second", [4.0, 3.0, 2.0, 2.0, 1.0], 1.5)
+    result = compare_runs(first, second)
+    assert (result.identical, result.steps) == (True, 4)
+    assert result.step_ms == (pytest.approx(7 / 3), 1.0)
+    assert (result.steady_ms, result.steady_from) == ((3.0, 1.0), 1)
+    assert (result.last_losses, result.tokens_per_s) == ((2.0, 2.0), pytest.approx(100 / 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"lm_loss": 1.0}', "has no valid 'step'"),
+        ("[1]", "is not an object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_compare_damaged_line_is_one_message(runs, line, message):
+    (runs[1] / "metrics.jsonl").write_text(f"{line}\n")
+    done = CliRunner().invoke(app, ["compare", *map(str, runs)])
+    assert isinstance(done.exception, UsageError)
+    assert f"line 1 {message}" in str(done.exception)
+
+
+def test_compare_keeps_numbers_and_no_lines_in_memory(tmp_path):
+    runs = [write_run(tmp_path / name, [1.0] * 4_000) for name in ("a", "b")]
+    compare_runs(*runs)  # imports
+    tracemalloc.start()
+    try:
+        compare_runs(*runs)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 * 4_000  # of two runs; a line has 90 bytes, and 1,000 as a dictionary

@@ -12,6 +12,7 @@ import termios
 import pytest
 
 from dynmo_train._common.errors import UsageError
+from dynmo_train.launch.run_lock import hold, release
 from dynmo_train.trainer.monitoring.live_view import LiveView, sparkline
 from dynmo_train.trainer.monitoring.monitor import format_status, watch
 from dynmo_train.trainer.monitoring.run_status import read_run_status, status_document
@@ -84,6 +85,24 @@ def test_monitor_of_a_stopped_run_prints_that_and_ends(tmp_path, capsys, code, s
     if is_over:
         watch(run, 0.01)
         assert f"stopped (exit code {code})" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("code", "is_over"), [(None, True), (75, False)])
+def test_monitor_of_a_run_without_processes_prints_that_and_ends(tmp_path, capsys, code, is_over):
+    run = run_at(tmp_path / "run", 3)
+    (run / "run.json").write_text(json.dumps({"segment": 0, "config": {"training": {"train_iters": 4}}}))
+    if code is not None:  # a scheduler starts it again
+        write(run / "events.jsonl", {"kind": "stopped", "message": "m", "step": 3, "exit_code": code, "segment": 0})
+    lock = hold(run)
+    assert (read_run_status(run).is_over, read_run_status(run).has_processes) == (False, True)
+    release(lock)
+    status = read_run_status(run)
+    assert (status.is_over, status.has_processes) == (is_over, False)
+    text = "stopped (no process of it is left)" if code is None else "stopped (exit code 75)"
+    assert f"step 3 of 4, {text}\n" in format_status(status)
+    if is_over:
+        watch(run, 0.01)
+        assert text in " ".join(capsys.readouterr().out.split())
 
 
 def test_monitor_of_one_pipeline_rank_has_no_bubble(tmp_path):

@@ -20,7 +20,10 @@ from dynmo_train.trainer.rebalance import plan_controller as module
 from dynmo_train.trainer.rebalance.plan_controller import PlanController, PlanControllerSettings
 from dynmo_train.trainer.rebalance.planner_process import (
     HEARTBEAT_S,
+    MAX_LOG_BYTES,
     MIN_TIMEOUT_HEARTBEATS,
+    REFILL_S,
+    RESTARTS,
     STARTUP_S,
     PlannerProcess,
 )
@@ -195,6 +198,25 @@ def test_stopped_planner_is_killed_and_restarted(planner):
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
     wait_for_heartbeat(process)
+    assert process.restarts_left == RESTARTS - 1
+    clock.now += REFILL_S
+    assert select.select([process.heartbeats], [], [], 60)[0]
+    assert process.check() is None
+    assert process.restarts_left == RESTARTS  # it has worked for long enough
+
+
+def test_log_of_the_planner_is_bounded(planner):
+    process, log = planner[0], planner[0].run_dir / "planner.log"
+    with log.open("ab") as file:
+        file.write(b"x" * MAX_LOG_BYTES)
+    assert process.check() is None
+    older = log.with_name("planner.log.1").stat().st_size
+    assert older >= MAX_LOG_BYTES
+    assert log.stat().st_size < 1000
+    process.stop()
+    log.unlink()
+    log.mkdir()  # as on a disk that takes no file
+    assert process.start() is None
 
 
 def test_planner_survives_its_start_and_a_long_step(planner):
