@@ -18,7 +18,7 @@ import numpy as np
 from ..partition.exact import Solution
 from ..partition.interleaved import Array, make_worker_loads, neighbors
 from ..partition.problem import PartitionProblem
-from ..simulation.batched import step_times
+from ..simulation.batched import can_be_shorter, step_times
 
 MAX_ROUNDS = 200
 RUNS_UP_TO = 40
@@ -44,6 +44,8 @@ def minimize_step(problem: PartitionProblem, solution: Solution, max_rounds: int
     for _ in range(max_rounds):
         others = neighbors(loads.limits, [int(cut) for cut in cuts], runs=runs)
         others = others[loads.excess_bytes(others) == 0]
+        may_be = can_be_shorter(problem, positions[cuts].tolist(), positions[others]) if len(others) else None
+        others = others if may_be is None else others[may_be]
         times = step_times(problem, positions[others]) if len(others) else []
         found = min(times, default=best)
         # Only a strictly shorter step is taken, so the search cannot alternate between equal partitions.

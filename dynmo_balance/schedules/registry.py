@@ -8,6 +8,7 @@ from functools import lru_cache
 from .._common.errors import UsageError
 from . import dualpipe_v, gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from .operations import Kind, Operation, Order, check_operations
+from .order_arrays import OrderArrays, from_order, to_order
 
 __all__ = [
     "SCHEDULES",
@@ -15,7 +16,10 @@ __all__ = [
     "Kind",
     "Operation",
     "Order",
+    "OrderArrays",
     "check_operations",
+    "build_arrays",
+    "from_order",
     "count_in_flight",
     "in_flight_sets_of",
     "in_flight_sets",
@@ -25,11 +29,11 @@ __all__ = [
 
 InFlightSets = tuple[tuple[tuple[int, ...], ...], ...]
 """Per worker, combinations of microbatches in flight; each has one number per stage of the worker."""
-SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
-    "gpipe": gpipe.order,
-    "1f1b": one_f_one_b.order,
-    "interleaved-1f1b": interleaved.order,
-    "zero-bubble": zero_bubble.order,
+SCHEDULES: Mapping[str, Callable[[int, int, int], Order | OrderArrays]] = {
+    "gpipe": gpipe.arrays,
+    "1f1b": one_f_one_b.arrays,
+    "interleaved-1f1b": interleaved.arrays,
+    "zero-bubble": zero_bubble.arrays,
     "zb-v": zero_bubble_v.order,
     "dualpipe-v": dualpipe_v.order,
 }
@@ -48,6 +52,18 @@ def build_order(schedule: str, workers: int, virtual_stages: int, microbatches: 
     Raises:
         UsageError: the schedule is unknown, or there are more operations than a command simulates.
     """
+    built = _build(schedule, workers, virtual_stages, microbatches)
+    return to_order(built) if isinstance(built, OrderArrays) else built
+
+
+@lru_cache(maxsize=8)
+def build_arrays(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> OrderArrays:
+    """``build_order`` as arrays."""
+    built = _build(schedule, workers, virtual_stages, microbatches)
+    return built if isinstance(built, OrderArrays) else from_order(built)
+
+
+def _build(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Order | OrderArrays:
     if schedule not in SCHEDULES:
         raise UsageError(f"unknown schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     # zb-v is built for at least 2 P - 1 microbatches, and then reduced to those that exist.
