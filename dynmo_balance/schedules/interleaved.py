@@ -69,7 +69,9 @@ def rounds_arrays(
         at = np.argsort(np.concatenate(places), kind="stable")
         forward, backward = lap * workers + worker, (virtual_stages - 1 - lap) * workers + worker
         stages.append(np.concatenate([forward, backward, backward][: len(places)])[at])
-        kinds.append(np.repeat(np.array([FORWARD, INPUT, WEIGHT] if split else [FORWARD, BACKWARD], np.int8), total)[at])
+        kinds.append(
+            np.repeat(np.array([FORWARD, INPUT, WEIGHT] if split else [FORWARD, BACKWARD], np.int8), total)[at]
+        )
         numbers.append(np.tile(microbatch, len(places))[at])
     begins = tuple(range(0, workers * (3 if split else 2) * total + 1, (3 if split else 2) * total))
     return OrderArrays(np.concatenate(stages), np.concatenate(kinds), np.concatenate(numbers), begins)

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from .operations import Kind, Operation, Order
 
-KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-"""The kinds that arrays have, by their number; the passes of shards have no form in arrays."""
-FORWARD, BACKWARD, INPUT, WEIGHT = range(len(KINDS))
+KINDS = tuple(Kind)
+"""The kinds by their number in arrays."""
+FORWARD, BACKWARD, INPUT, WEIGHT = (KINDS.index(kind) for kind in KINDS[:4])
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class OrderArrays:
 
 
 def from_order(order: Order) -> OrderArrays:
-    """The arrays of an order without shards."""
+    """The arrays of an order."""
     number = {kind: at for at, kind in enumerate(KINDS)}
     begins = [0]
     for operations in order:

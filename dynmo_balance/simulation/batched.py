@@ -38,8 +38,10 @@ from .simulator import predict, stage_costs, stage_times
 
 Array = npt.NDArray[np.int64]
 Index = Array | slice
-MAX_BATCH_NUMBERS = 4_000_000
-"""Numbers that a batch of candidates keeps: 32 MB. A larger one is simulated in parts."""
+MAX_BATCH_NUMBERS = 8_000_000
+"""Numbers that a batch of candidates keeps: 64 MB. A larger one is simulated in parts."""
+BOUNDED_BATCH = 256
+"""Candidates that are simulated before the next ones are compared with the best of them."""
 
 
 class Level(NamedTuple):
@@ -76,10 +78,18 @@ class Pattern(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledOrder:
-    """The levels of an order of operations, their distinct patterns, and the number of rows of the ring buffer."""
+    """An order of operations by levels.
+
+    Attributes:
+        levels: in the order of execution.
+        patterns: the distinct patterns of the levels.
+        repeated: the patterns that several levels have.
+        ring: the number of rows of the ring buffer.
+    """
 
     levels: tuple[Level, ...]
     patterns: tuple[Pattern, ...]
+    repeated: tuple[int, ...]
     ring: int
 
 
@@ -146,7 +156,13 @@ def _compile(graph: OperationGraph) -> CompiledOrder:
         slot[numbers] = np.arange(free, free + width)
         levels.append(Level(slice(free, free + width), *rows, at, bool(is_final[numbers].any())))
         free += width
-    return CompiledOrder(levels=tuple(levels), patterns=tuple(pattern for _, pattern in patterns.values()), ring=ring)
+    num_levels = np.bincount([level.pattern for level in levels])
+    return CompiledOrder(
+        levels=tuple(levels),
+        patterns=tuple(pattern for _, pattern in patterns.values()),
+        repeated=tuple(np.flatnonzero(num_levels > 1).tolist()),
+        ring=ring,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,13 +235,10 @@ def step_times(
     return [int(value) for value in found]
 
 
-def can_be_shorter(
-    problem: PartitionProblem, boundaries: Sequence[int], candidates: Array
-) -> npt.NDArray[np.bool_] | None:
-    """Which candidates may have a shorter step than a partition; None if that cannot be told without simulating them.
+def find_shorter(problem: PartitionProblem, boundaries: Sequence[int], candidates: Array) -> tuple[int, int] | None:
+    """The candidate with the shortest step, of equals the first; None if none is shorter than that of a partition.
 
-    The critical path of the partition is a path of every candidate, so a candidate on which its operations and
-    transfers take as long has no shorter step. Only one with another frozen front has other operations.
+    Candidates are simulated in the order of ``path_bounds``, until their bound is above the shortest step so far.
 
     Args:
         problem: chain, workers and schedule.
@@ -233,22 +246,47 @@ def can_be_shorter(
         candidates: ``[candidates, stages + 1]`` item positions.
 
     Returns:
-        ``[candidates]``.
+        The step in ns, and the number of the candidate.
     """
+    step_ns, bounds = path_bounds(problem, boundaries, candidates)
+    below = np.flatnonzero(bounds < step_ns)
+    below = below[np.argsort(bounds[below], kind="stable")]
+    best = (step_ns, -1)
+    for begin in range(0, len(below), BOUNDED_BATCH):
+        batch = below[begin : begin + BOUNDED_BATCH]
+        batch = batch[bounds[batch] <= best[0]]
+        if not len(batch):
+            break
+        found = min(zip(step_times(problem, candidates[batch]), batch.tolist(), strict=True))
+        if found[0] < step_ns:
+            best = found if best[1] < 0 else min(best, found)
+    return None if best[1] < 0 else best
+
+
+def path_bounds(problem: PartitionProblem, boundaries: Sequence[int], candidates: Array) -> tuple[int, Array]:
+    """The step of a partition, and a lower bound of that of each candidate, in ns.
+
+    The critical path of the partition is a path of every candidate, so its operations and transfers take a step at
+    least. Only a candidate with another frozen front has other operations; its bound is 0.
+
+    Args:
+        problem: chain, workers and schedule.
+        boundaries: ``[stages + 1]`` item positions of the partition.
+        candidates: ``[candidates, stages + 1]`` item positions.
+    """
+    paths_ns = np.zeros(len(candidates), dtype=np.int64)
     graph, costs = graph_of_problem(problem), stage_times(problem, stage_costs(problem, boundaries))
-    if problem.chain.vocabulary is not None or costs is None:
-        return None
-    times = operation_times(graph, costs)
-    if times is None:
-        return None
+    times = None if costs is None else operation_times(graph, costs)
+    if problem.chain.vocabulary is not None or costs is None or times is None:
+        return step_times(problem, [boundaries])[0], paths_ns
     path, others = critical_path(graph, costs, times), costs_of(problem, candidates)
     first, second = others.backward_input_ns, others.backward_weight_ns
     durations = (others.forward_ns, first + second, first, second)
-    paths_ns = path.transfers[:-1] @ others.send_ns
-    for count, duration in zip(path.operations, durations, strict=True):
-        paths_ns = paths_ns + count @ duration
+    for count, duration in zip((*path.operations, path.transfers[:-1]), (*durations, others.send_ns), strict=True):
+        used = count > 0
+        paths_ns += count[used] @ duration[used]
     has_same_front = (others.has_backward == costs.has_backward[:, None]).all(axis=0)
-    return np.asarray((paths_ns < int(times.ends.max(initial=0))) | ~has_same_front)
+    return int(times.ends.max(initial=0)), paths_ns * has_same_front
 
 
 def steps_of(problem: PartitionProblem, costs: Costs, overhead_ns: int = 0) -> Array:
@@ -281,7 +319,7 @@ def run_compiled(plan: CompiledOrder, costs: Costs, overhead_ns: int = 0) -> Arr
         The step in ns of each candidate, ``[candidates]`` int64.
     """
     count = costs.forward_ns.shape[1]
-    rows = plan.ring + sum(len(pattern.kinds) for pattern in plan.patterns)
+    rows = plan.ring + sum(len(plan.patterns[at].kinds) for at in plan.repeated)
     size = max(1, MAX_BATCH_NUMBERS // rows)
     if count > size:
         parts = [costs.of(slice(begin, begin + size)) for begin in range(0, count, size)]
@@ -291,21 +329,27 @@ def run_compiled(plan: CompiledOrder, costs: Costs, overhead_ns: int = 0) -> Arr
     trained = costs.has_backward
     send = np.concatenate([costs.send_ns, np.zeros((1, count), dtype=np.int64)])
     sends, all_run = bool(send.any()), bool(trained.all())
-    lengths = [durations[pattern.kinds, pattern.stages] for pattern in plan.patterns]
-    lags = [send[pattern.links] if sends else None for pattern in plan.patterns]
-    runs = [None if all_run else (pattern.kinds == 0)[:, None] | trained[pattern.stages] for pattern in plan.patterns]
+
+    def columns(at: int) -> tuple[Array, Array | None, npt.NDArray[np.bool_] | None]:
+        """Durations and transfers of the operations of a pattern, and whether each runs; None where all are 0 or do."""
+        kinds, stages, links = plan.patterns[at]
+        runs = None if all_run else (kinds == 0)[:, None] | trained[stages]
+        return durations[kinds, stages], send[links] if sends else None, runs
+
+    repeated = {at: columns(at) for at in plan.repeated}
     ends = np.zeros((plan.ring, count), dtype=np.int64)
     step = np.zeros(count, dtype=np.int64)
     for own, before, needs, pattern, last in plan.levels:
+        length, lag, run = repeated[pattern] if pattern in repeated else columns(pattern)
         # ``after`` may be written in place: the ring is longer than any lifetime, so no level reads the rows that it
         # writes.
-        started, after, lag, run = ends[before], ends[own], lags[pattern], runs[pattern]
+        started, after = ends[before], ends[own]
         if lag is None:
             np.maximum(started, ends[needs], out=after)
         else:
             np.add(ends[needs], lag, out=after)
             np.maximum(started, after, out=after)
-        after += lengths[pattern]
+        after += length
         if run is not None:
             # A stage in the frozen front executes no backward pass: its end is that of the operation before it.
             np.copyto(after, started, where=~run)

@@ -37,6 +37,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 from .._common.errors import UsageError
@@ -182,7 +183,7 @@ def _most_work(inside: Sequence[int], outside: Sequence[int], sizes: Sequence[in
     A microbatch that has passed a unit forward has passed all before it, and so it has backward in time. Its work is
     that of the units up to some unit, and of those behind it only what needs no gradient from there. With any price
     ``p`` per byte, the work is at most ``p room`` plus ``count`` times the largest work of one microbatch minus the
-    price of its bytes (weak duality). The prices at which two choices are equal are tried.
+    price of its bytes (weak duality). Of the prices at which two choices are equal, the best is taken.
 
     Args:
         inside: work on each unit up to the last that the microbatch passed, in ns.
@@ -196,17 +197,31 @@ def _most_work(inside: Sequence[int], outside: Sequence[int], sizes: Sequence[in
     for own, other, size in zip(inside, outside, sizes, strict=True):
         done, stored = done + own, stored + size
         prices.update((work, total) for work, total in ((own, size), (other, size), (done, stored)) if total)
-    found = []
-    for price, unit in prices:
-        # Times ``unit``, so that all are integers. First the value if the microbatch has passed no unit.
+
+    def most(price: int, unit: int) -> int:
+        """``unit`` times the bound with ``price / unit`` ns per byte."""
+        # First the value if the microbatch has passed no unit.
         beyond = sum(max(0, unit * other - price * size) for other, size in zip(outside, sizes, strict=True))
         passed, best = 0, beyond
         for own, other, size in zip(inside, outside, sizes, strict=True):
             passed += unit * own - price * size
             beyond -= max(0, unit * other - price * size)
             best = max(best, passed + beyond)
-        found.append(-(-(price * room + count * best) // unit))
-    return min(found)
+        return price * room + count * best
+
+    # The bound is convex in the price, as a sum of maxima of linear functions: bisection finds the least of them.
+    ordered = sorted({Fraction(*price) for price in prices})
+    low, high = 0, len(ordered) - 1
+    while low < high:
+        middle = (low + high) // 2
+        here, above = ordered[middle], ordered[middle + 1]
+        value, next_value = (most(each.numerator, each.denominator) for each in (here, above))
+        if value * above.denominator <= next_value * here.denominator:
+            high = middle
+        else:
+            low = middle + 1
+    price, unit = ordered[low].numerator, ordered[low].denominator
+    return -(-most(price, unit) // unit)
 
 
 def _memory(problem: PartitionProblem, units: _Units, work: int, hops: int) -> int:

@@ -392,9 +392,7 @@ def predict(
     return run(problem.operations, costs, overhead_ns, communication, shards)
 
 
-def stage_times(
-    problem: PartitionProblem, costs: Sequence[StageCosts], overhead_ns: int = 0
-) -> StageTimes | None:
+def stage_times(problem: PartitionProblem, costs: Sequence[StageCosts], overhead_ns: int = 0) -> StageTimes | None:
     """The costs of the stages as arrays, without compression; None where a step may not fit into 64 bits.
 
     Args:
