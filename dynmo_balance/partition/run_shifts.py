@@ -120,9 +120,9 @@ def _reduced(shifts: _Shifts, times: Array, most_ns: int) -> tuple[Array, Array,
     slowest = np.zeros(len(first), dtype=np.int64)
     for worker in np.argsort(-times, kind="stable"):
         slowest = np.maximum(slowest, shifts.from_first[worker, first] + shifts.to_last[worker, last])
-        kept = slowest <= most_ns
-        if not kept.all():
-            first, last, slowest = first[kept], last[kept], slowest[kept]
+        is_within = slowest <= most_ns
+        if not is_within.all():
+            first, last, slowest = first[is_within], last[is_within], slowest[is_within]
     return first, last, slowest
 
 

@@ -128,12 +128,12 @@ def in_flight_sets_of(order: OrderArrays) -> InFlightSets:
         stages, own = np.unique(order.stages[begin:end], return_inverse=True)
         counts = np.cumsum((own[:, None] == np.arange(len(stages))) * stored[begin:end, None], axis=0)
         rest = np.unique(counts[order.kinds[begin:end] == FORWARD], axis=0)
-        kept = []
+        maximal = []
         # The combination with the largest sum is not exceeded by any; what it exceeds is left out.
         while len(rest):
-            kept.append(tuple(rest[rest.sum(axis=1).argmax()].tolist()))
-            rest = rest[(rest > np.array(kept[-1])).any(axis=1)]
-        result.append(tuple(sorted(kept)))
+            maximal.append(tuple(rest[rest.sum(axis=1).argmax()].tolist()))
+            rest = rest[(rest > np.array(maximal[-1])).any(axis=1)]
+        result.append(tuple(sorted(maximal)))
     return tuple(result)
 
 
