@@ -345,7 +345,7 @@ def decide(
             plan=plan, line=f"step {read_to}: move from plan {base.plan_id}: {reason}", policy_state=policy_state
         )
 
-    if header is None or len(state.window) < options.min_records:
+    if header is None or not state.has_records(options.min_records):
         return keep(f"{len(state.window)} of {options.min_records} step records since the last cost change")
     problem = problem_of(header, state, base, options)
     if problem is None:
