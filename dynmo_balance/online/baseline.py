@@ -10,7 +10,7 @@ every step, the modelled time of the partitions that were active, pauses include
     move      only if the loss, the pause and the pause of a return fit the budget
     return    to the first partition once the loss and the pause of the return do not
 
-The argument is that of ski rental: what earlier moves gained pays for later ones, and what is lost without it is
+The argument is that of ski rental: later moves may lose what earlier ones gained, and what is lost beyond it is
 bounded. At a decision the loss is within the budget less one pause, or the planner returns. **Bound**: a run takes at
 most 1.05 times the time of never moving, plus 5 pauses, 4 steps and what the active partition loses between two
 decisions.
@@ -88,7 +88,7 @@ class Baseline:
         )
 
     def budget_ns(self, pause_ns: float) -> float:
-        """The loss that is permitted."""
+        """The loss in ns that is permitted, where a move costs ``pause_ns``."""
         step_ns = self.first_ns / max(1, self.num_steps)
         return MAX_LOSS_SHARE * self.first_ns + MAX_LOSS_PAUSES * pause_ns + MAX_LOSS_STEPS * step_ns
 
@@ -97,14 +97,14 @@ class Baseline:
         return self.active != self.first and self.loss_ns + pause_ns > self.budget_ns(pause_ns)
 
     def why_stay(self, boundaries: Boundaries, pause_ns: float) -> str | None:
-        """Why the planner does not move to ``boundaries``; None if it may."""
+        """Why the planner does not move to ``boundaries`` for a pause of ``pause_ns``; None if it may."""
         pauses = 1 if boundaries == self.first else 2
         if self.loss_ns + pauses * pause_ns <= self.budget_ns(pause_ns):
             return None
         return f"{self._text(pause_ns)}: the planner stays until the budget has grown"
 
     def return_reason(self, pause_ns: float) -> str:
-        """Why the planner returns to the first partition."""
+        """Why the planner returns to the first partition; a move costs ``pause_ns``."""
         return f"{self._text(pause_ns)}: the planner returns to the first partition"
 
     def _text(self, pause_ns: float) -> str:

@@ -62,7 +62,17 @@ def build_order(schedule: str, workers: int, virtual_stages: int, microbatches: 
 
 @lru_cache(maxsize=8)
 def build_arrays(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> OrderArrays:
-    """``build_order`` as arrays."""
+    """The order of operations as arrays.
+
+    Args:
+        schedule: a key of ``SCHEDULES``.
+        workers: number of workers.
+        virtual_stages: stages per worker.
+        microbatches: of one step.
+
+    Raises:
+        UsageError: as in ``build_order``.
+    """
     built = _build(schedule, workers, virtual_stages, microbatches)
     return built if isinstance(built, OrderArrays) else from_order(built)
 

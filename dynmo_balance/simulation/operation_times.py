@@ -100,7 +100,14 @@ def graph_of_problem(problem: PartitionProblem) -> OperationGraph:
 
 @lru_cache(maxsize=8)
 def graph_of_schedule(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> OperationGraph:
-    """The graph of a schedule by name; the arguments are those of ``build_order``."""
+    """The graph of a schedule by name.
+
+    Args:
+        schedule: a key of ``schedules.registry.SCHEDULES``.
+        workers: number of workers.
+        virtual_stages: stages per worker.
+        microbatches: of one step.
+    """
     return graph_of(build_arrays(schedule, workers, virtual_stages, microbatches))
 
 

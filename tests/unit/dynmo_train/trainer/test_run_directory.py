@@ -98,7 +98,7 @@ def test_run_directory_that_nodes_do_not_share_is_refused_at_the_start(tmp_path,
         open_run_directory_on_rank0(world, config, hosts=["h"], engine={})
 
 
-def test_source_commit_is_of_the_clone_of_these_sources_whatever_git_is_configured_to_do(tmp_path, monkeypatch):
+def test_source_commit_is_of_the_clone_whatever_git_is_configured_to_do(tmp_path, monkeypatch):
     """Foreign configuration has no effect: neither the programs that it names nor another repository."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
