@@ -188,7 +188,8 @@ def run_policy(recorded: RecordedRun, options: WatchOptions) -> PolicyResult:
         total += time
         # The policy sees what a trainer would have written, and nothing of the recorded plans.
         state.feed(replace(measured, plan_id=base.plan_id, step_ns=time))
-        if options.policy == "never" or (decided >= 0 and state.last_step < decided + options.every):
+        is_early = decided >= 0 and state.last_step < decided + options.every
+        if options.policy == "never" or (is_early and not state.is_first_after_change):
             continue
         decided = state.last_step
         decision = decide(state, base, options, policy_state, previous)

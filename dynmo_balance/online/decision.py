@@ -48,6 +48,9 @@ from .regret import SpeedsOfPlan, forecast_work, step_times, update_regret
 from .rollback import Feedback, evaluate_last_move
 from .run_state import RunState
 
+GUARDED = ("threshold", "regret")
+"""Policies that may not lose more than the budget of ``baseline``; the others exist for comparison."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
@@ -151,6 +154,8 @@ def evaluate_move(
     """
     pause_ns = BASE_PAUSE_NS if state.base_pause_ns is None else state.base_pause_ns
     works = state.trace.works(speeds_of)
+    baseline = policy_state.baseline.after(problem, base.boundaries, state.trace, works, pause_ns)
+    policy_state = replace(policy_state, baseline=baseline)
     # A gain does not outlast the next change of costs, when a new partition is due anyway.
     due = state.next_event_step
     horizon = options.horizon if due is None else min(options.horizon, due - state.last_step)
@@ -340,7 +345,7 @@ def decide(
             plan=plan, line=f"step {read_to}: move from plan {base.plan_id}: {reason}", policy_state=policy_state
         )
 
-    if header is None or len(state.window) < options.min_records:
+    if header is None or not state.has_records(options.min_records):
         return keep(f"{len(state.window)} of {options.min_records} step records since the last cost change")
     problem = problem_of(header, state, base, options)
     if problem is None:
@@ -366,22 +371,41 @@ def decide(
         proposal, inputs, experts, limits = add_experts(
             proposal, inputs, problem, base, state, options, feedback.penalty
         )
-        if feedback.roll_back and previous is not None and options.policy != "always":
-            back = certify(problem, previous.boundaries, solve_best(problem))
-            returned = make_proposal(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
-            return move(
-                returned, "manual", feedback.reason, PolicyState(blocked=policy_state.blocked, deliveries=deliveries)
+        target = _partition_to_return_to(feedback, previous, state, options, policy_state, inputs.pause_ns)
+        if target is not None:
+            # What was forecast led away from there.
+            returned_state = PolicyState(
+                blocked=policy_state.blocked, deliveries=deliveries, baseline=policy_state.baseline
             )
+            return move(_proposal_for(problem, target[0], base, state), "manual", target[1], returned_state)
     except DynmoError as error:
         # An infeasible problem must not end the planner: the costs of the next steps may permit a partition again.
         return keep(f"no partition: {error}")
     if (waiting := _why_wait(proposal, base, state, options, policy_state)) is not None:
         return keep(waiting, policy_state)
-    policy_decision, policy_state = apply_policy(inputs, options, policy_state)
+    policy_decision, policy_state = apply_policy(inputs, options, policy_state, proposal.solution.boundaries)
     reason = "; ".join(filter(None, (policy_decision.reason, limits)))
     if not policy_decision.move:
         return keep(reason, policy_state)
     return move(proposal, options.balancer, reason, policy_state, experts=experts, measured=problem)
+
+
+def _partition_to_return_to(
+    feedback: Feedback,
+    previous: Plan | None,
+    state: RunState,
+    options: WatchOptions,
+    policy_state: PolicyState,
+    pause_ns: int,
+) -> tuple[tuple[int, ...], str] | None:
+    """The boundaries of an earlier partition that costs less, and why; None if the policy decides."""
+    if feedback.roll_back and previous is not None and options.policy != "always":
+        return previous.boundaries, feedback.reason
+    baseline = policy_state.baseline
+    is_permitted = state.last_step >= policy_state.blocked_until(baseline.first)
+    if options.policy in GUARDED and is_permitted and baseline.must_return(pause_ns):
+        return baseline.first, baseline.return_reason(pause_ns)
+    return None
 
 
 def _why_wait(
@@ -395,11 +419,15 @@ def _why_wait(
 
 
 def apply_policy(
-    inputs: PolicyInputs, options: WatchOptions, policy_state: PolicyState
+    inputs: PolicyInputs, options: WatchOptions, policy_state: PolicyState, boundaries: tuple[int, ...] = ()
 ) -> tuple[PolicyDecision, PolicyState]:
-    """Whether the policy moves, and its new state."""
+    """Whether the policy moves layers to ``boundaries``, and its new state."""
     # Regret is that of forecasts; a move of experts, and one to the partition of the long past, has to break even over
     # the horizon.
     is_forecast = not inputs.expert_moves and not policy_state.window_selection.uses_long
     policy = "threshold" if options.policy == "regret" and not is_forecast else options.policy
-    return POLICIES[policy](inputs, options.settings, policy_state)
+    decision, policy_state = POLICIES[policy](inputs, options.settings, policy_state)
+    if decision.move and inputs.moves and options.policy in GUARDED:
+        staying = policy_state.baseline.why_stay(boundaries, inputs.pause_ns)
+        decision = decision if staying is None else PolicyDecision(move=False, reason=staying)
+    return decision, policy_state

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from .baseline import Baseline
 from .regret import RegretState
 from .rollback import Deliveries
 from .window_selection import WindowSelection
@@ -82,12 +83,14 @@ class PolicyState:
         window_selection: the short and the long window of ``threshold``.
         blocked: boundaries that were rolled back, and the step before which they are not proposed again.
         deliveries: what the moves so far delivered.
+        baseline: what they cost against never moving.
     """
 
     regret_state: RegretState = field(default_factory=RegretState)
     window_selection: WindowSelection = field(default_factory=WindowSelection)
     blocked: tuple[tuple[tuple[int, ...], int], ...] = ()
     deliveries: Deliveries = field(default_factory=Deliveries)
+    baseline: Baseline = field(default_factory=Baseline)
 
     def after_move(self) -> PolicyState:
         """The state at the start of another partition."""

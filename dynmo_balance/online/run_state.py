@@ -48,6 +48,7 @@ class RunState:
         after_move: the last records since the move.
         first_after: the first records since the move.
         model_changes: number of changes of costs other than by speeds.
+        is_after_change: whether the records of the window are those since such a change.
         expected: for each event kind, the step at which the next one is due.
         counted: the last steps with tokens per expert. They do not depend on where the experts are.
     """
@@ -68,6 +69,7 @@ class RunState:
     after_move: deque[Measured] = field(default_factory=deque)
     first_after: list[Measured] = field(default_factory=list)
     model_changes: int = 0
+    is_after_change: bool = False
     expected: dict[str, int | None] = field(default_factory=dict)
     counted: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
@@ -76,6 +78,19 @@ class RunState:
         """The next step at which a cost change is due; None if unknown."""
         due = [step for step in self.expected.values() if step is not None and step > self.last_step]
         return min(due, default=None)
+
+    @property
+    def is_first_after_change(self) -> bool:
+        """Whether the newest record is the first since a change of the model, after which a decision is due."""
+        return self.is_after_change and len(self.window) == 1
+
+    def has_records(self, min_records: int) -> bool:
+        """Whether the window has enough records to decide: ``min_records``, or one after a change of the model.
+
+        The old costs are void then, and the next change may come before more records: gradual pruning changes the
+        model every few steps.
+        """
+        return len(self.window) >= (1 if self.is_after_change else min_records)
 
     def feed(self, record: Record) -> None:
         """Add the next record of the profile."""
@@ -94,6 +109,7 @@ class RunState:
                     self.window.expire()
                     self.trace.expire()
                     if record.kind != WORKER_SPEED:
+                        self.is_after_change = True
                         self.model_changes += 1
                         self.before_move = ()
                         self.after_move.clear()
@@ -109,6 +125,7 @@ class RunState:
         self.trace.expire()
         self.last_step, self.active_plan_id, self.previous, self.requested_step = 0, None, None, None
         self.first_step = None
+        self.is_after_change = False
         self.before_move, self.after_move, self.first_after = (), deque(maxlen=self.window_size), []
         self.expected = {}
         self.refusals = 0
@@ -137,6 +154,7 @@ class RunState:
         if self.active_plan_id != plan_id:
             if self.active_plan_id is not None:
                 self.window.renew()
+                self.is_after_change = False
                 self.before_move = tuple(self.after_move)
                 self.after_move.clear()
             self.first_after.clear()

@@ -165,9 +165,13 @@ class Watcher:
             return True
         # A trainer that refuses, such as for memory that the planner does not know, will refuse the next plan too.
         pause = self._options.every << min(state.refusals, MAX_DOUBLINGS)
-        if self._options.lockstep or (self._decided_at >= 0 and state.last_step < self._decided_at + pause):
+        if self._options.lockstep:
             return False
-        return len(state.window) >= self._options.min_records
+        # The first record after a change of the model decides at once, unless the trainer refuses plans.
+        is_first = state.is_first_after_change and not state.refusals
+        if not is_first and self._decided_at >= 0 and state.last_step < self._decided_at + pause:
+            return False
+        return state.has_records(self._options.min_records)
 
     @property
     def _is_stateful(self) -> bool:

@@ -16,7 +16,8 @@ from ..inputs.run_history import PlanHistory, RunHistory
 from ..partition.problem import PartitionProblem
 from ..schedules.operations import SHARD_KINDS
 from ..schedules.registry import Kind
-from ..simulation.simulator import Span, Timeline, predict
+from ..simulation.operation_times import Span
+from ..simulation.simulator import Timeline, predict
 
 MAX_PLANS = 200
 """Rows of the table of plans; the newest of a longer run, and all that were applied."""

@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +28,13 @@ from ..formats.plan import V_SCHEDULES
 from .constraints import Limits, make_limits
 from .exact import Solution, infeasibility_reason, minimize_bottleneck, simple_lower_bound
 from .problem import InfeasibleError, PartitionProblem, check_size
+from .run_shifts import best_shift
 
 Array = npt.NDArray[np.int64]
 MAX_ROUNDS = 300
 """Maximum number of improvements of a descent; each is strict, so it usually ends earlier."""
+MAX_RUN_CUTS = 129
+"""Most cuts of which all runs are tried by their partitions: 16,000 of 128 stages, 17 MB. Above it, single cuts."""
 NUM_PERTURBATIONS = 150
 NUM_NEIGHBORS = 600
 """Rounds of random shifts, and candidates per round. A round is a few array operations, so candidates are cheap."""
@@ -72,12 +77,16 @@ class WorkerLoads:
             ``[candidates, workers]``.
         """
         load = np.array(self.limits.load, dtype=np.int64)
-        work = np.diff(load[cuts], axis=1)
+        times = self.stage_times(np.diff(load[cuts], axis=1))
+        return self._summed(times) + np.array(self.extra_ns or [0] * self.workers, dtype=np.int64)
+
+    def stage_times(self, work: Array) -> Array:
+        """The time in ns of each stage on its worker; ``work`` is ``[..., stages]`` in ns on a normal worker."""
         speeds = np.array([slot.speed_ppm for slot in self.limits.slots], dtype=np.int64)
-        if not (speeds == SPEED_UNIT).all():
-            # ns times parts per million fit into int64 up to 9.2e12 ns, 2.5 hours of work in one microbatch.
-            work = -(-work * SPEED_UNIT // speeds)
-        return self._summed(work) + np.array(self.extra_ns or [0] * self.workers, dtype=np.int64)
+        if (speeds == SPEED_UNIT).all():
+            return work
+        # ns times parts per million fit into int64 up to 9.2e12 ns, 2.5 hours of work in one microbatch.
+        return np.asarray(-(-work * SPEED_UNIT // speeds))
 
     def excess_bytes(self, cuts: Array) -> Array:
         """The bytes above the workers' memory limits, summed over workers.
@@ -92,15 +101,33 @@ class WorkerLoads:
         if not self.limits.static:
             return over
         static = self._summed(np.diff(np.array(self.limits.static, dtype=np.int64)[cuts], axis=1))
-        stored = np.diff(np.array(self.limits.activation, dtype=np.int64)[cuts], axis=1)
-        for worker, counts in enumerate(self.in_flight_sets):
+        stored = np.diff(self._activation[cuts], axis=1)
+        for worker, (stages, counts) in enumerate(self._combinations):
             cap = self.limits.slots[worker].memory_bytes
             if cap is not None:
-                stages = [stage for stage, at in enumerate(self.positions) if at == worker]
                 # The stages of a worker reach their maxima at different times, so combinations are compared.
-                most = np.max(stored[:, stages] @ np.array(counts, dtype=np.int64).T, axis=1)
+                most = np.max(stored[:, stages] @ counts, axis=1).astype(np.int64)
                 over += np.maximum(0, static[:, worker] + most - cap)
         return over
+
+    @cached_property
+    def _combinations(self) -> tuple[tuple[list[int], npt.NDArray[Any]], ...]:
+        """For each worker its stages, and ``[stages, combinations]`` microbatches in flight."""
+        stages: list[list[int]] = [[] for _ in range(self.workers)]
+        for stage, worker in enumerate(self.positions):
+            stages[worker].append(stage)
+        dtype = self._activation.dtype
+        return tuple(
+            (own, np.array(counts, dtype=dtype).T) for own, counts in zip(stages, self.in_flight_sets, strict=True)
+        )
+
+    @cached_property
+    def _activation(self) -> npt.NDArray[Any]:
+        """The prefix sums of activation bytes; as float64 where products with microbatches are exact in it."""
+        most = max((sum(each) for counts in self.in_flight_sets for each in counts), default=0)
+        # A product of float64 matrices is ten times faster than one of integers.
+        is_exact = self.limits.activation[-1] * most < 1 << 53
+        return np.array(self.limits.activation, dtype=np.float64 if is_exact else np.int64)
 
     def _summed(self, of_stages: Array) -> Array:
         result = np.zeros((len(of_stages), self.workers), dtype=np.int64)
@@ -171,7 +198,13 @@ def minimize_worker_loads(loads: WorkerLoads, cuts: Sequence[int]) -> tuple[int,
     now = np.array([cuts], dtype=np.int64)
     worth, _ = solve_best(now)
     for _ in range(MAX_ROUNDS):
-        others = neighbors(loads.limits, [int(cut) for cut in now[0]])
+        if worth[0] == 0 and is_permitted(loads.limits, now)[0]:
+            shifted = best_shift(loads, now[0], worth)
+            if shifted is None:
+                break
+            worth, now = shifted[0], shifted[1][None, :]
+            continue
+        others = neighbors(loads.limits, [int(cut) for cut in now[0]], runs=now.shape[1] <= MAX_RUN_CUTS)
         if not len(others):
             break
         found, at = solve_best(others)
@@ -294,7 +327,7 @@ def _minimize_migration(problem: PartitionProblem, loads: WorkerLoads, cuts: tup
     now = np.array([cuts], dtype=np.int64)
     limit, best = loads.times(now).max(), unmoved_bytes(now)[0]
     for _ in range(MAX_ROUNDS):
-        others = neighbors(loads.limits, [int(cut) for cut in now[0]])
+        others = neighbors(loads.limits, [int(cut) for cut in now[0]], runs=now.shape[1] <= MAX_RUN_CUTS)
         if len(others):
             others = others[(loads.times(others).max(axis=1) <= limit) & (loads.excess_bytes(others) == 0)]
         if not len(others) or unmoved_bytes(others).max() <= best:

@@ -37,6 +37,7 @@ from ..schedules.registry import (
     Order,
     build_order,
     count_in_flight,
+    from_order,
     in_flight,
     in_flight_sets,
     in_flight_sets_of,
@@ -274,14 +275,14 @@ class PartitionProblem:
     def in_flight(self) -> tuple[int, ...]:
         """The maximum number of microbatches in flight on each stage."""
         if self.order is not None or self.chain.vocabulary is not None:
-            return count_in_flight(self.operations)
+            return count_in_flight(from_order(self.operations))
         return in_flight(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
     @property
     def in_flight_sets(self) -> InFlightSets:
         """Per worker, the combinations of microbatches in flight on its stages, see ``schedules``."""
         if self.order is not None or self.chain.vocabulary is not None:
-            return in_flight_sets_of(self.operations)
+            return in_flight_sets_of(from_order(self.operations))
         return in_flight_sets(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
     def slot(self, stage: int) -> WorkerSlot:

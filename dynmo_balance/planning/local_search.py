@@ -1,7 +1,7 @@
 """From the minimum bottleneck to the minimum simulated step: steepest descent over shifted cuts.
 
-With few microbatches the step is more than its bottleneck. Each round simulates every partition with one cut, or a
-run of neighboring cuts, shifted, and takes the best; the search ends when none is better. The result is not proven
+With few microbatches the step is more than its bottleneck. Each round takes the best of all partitions with one
+cut, or a run of neighboring cuts, shifted; the search ends when none is better. The result is not proven
 optimal, and the certificate states that.
 
 Runs of cuts matter: to move work from the first stage to the last, every cut between them has to shift by one. Each of
@@ -18,13 +18,13 @@ import numpy as np
 from ..partition.exact import Solution
 from ..partition.interleaved import Array, make_worker_loads, neighbors
 from ..partition.problem import PartitionProblem
-from ..simulation.batched import step_times
+from ..simulation.batched import find_shorter
 
 MAX_ROUNDS = 200
 RUNS_UP_TO = 40
 """Largest number of stages with runs of cuts shifted together; above it, single cuts only.
 
-A round simulates about ``stages^2`` partitions with runs, and 6 per cut without.
+A round has about ``stages^2`` partitions with runs, and 6 per cut without.
 """
 
 
@@ -40,16 +40,14 @@ def minimize_step(problem: PartitionProblem, solution: Solution, max_rounds: int
     positions = np.array(problem.chain.cuts, dtype=np.int64)
     cuts = np.searchsorted(positions, np.array(solution.boundaries, dtype=np.int64))
     runs = problem.num_stages <= RUNS_UP_TO
-    best = step_times(problem, positions[cuts][None, :])[0]
     for _ in range(max_rounds):
         others = neighbors(loads.limits, [int(cut) for cut in cuts], runs=runs)
         others = others[loads.excess_bytes(others) == 0]
-        times = step_times(problem, positions[others]) if len(others) else []
-        found = min(times, default=best)
         # Only a strictly shorter step is taken, so the search cannot alternate between equal partitions.
-        if found >= best:
+        found = find_shorter(problem, positions[cuts].tolist(), positions[others])
+        if found is None:
             break
-        best, cuts = found, others[times.index(found)]
+        cuts = others[found[1]]
     return replace(with_new_cuts(problem, solution, cuts), objective="simulated")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from .operations import Kind, Operation, Order
+import numpy as np
+
+from .order_arrays import BACKWARD, FORWARD, OrderArrays
 
 
-def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
+def arrays(workers: int, virtual_stages: int, microbatches: int) -> OrderArrays:
     """The order of operations; with several stages per worker it is breadth first.
 
     Args:
@@ -13,12 +15,11 @@ def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
         virtual_stages: stages per worker.
         microbatches: of one step; all of them are in flight at the same time.
     """
-    result = []
-    for worker in range(workers):
-        # Breadth first: a stage executes all microbatches before the worker's next stage does. The last stage of a
-        # worker is the first whose gradients arrive, so the backward passes take the stages in reverse.
-        stages = [worker + lap * workers for lap in range(virtual_stages)]
-        forward = [Operation(s, Kind.FORWARD, m) for s in stages for m in range(microbatches)]
-        backward = [Operation(s, Kind.BACKWARD, m) for s in reversed(stages) for m in range(microbatches)]
-        result.append((*forward, *backward))
-    return tuple(result)
+    # Breadth first: a stage executes all microbatches before the worker's next stage does. The last stage of a
+    # worker is the first whose gradients arrive, so the backward passes take the stages in reverse.
+    laps = np.arange(virtual_stages, dtype=np.int32) * workers
+    stages = (np.arange(workers, dtype=np.int32)[:, None] + np.concatenate([laps, laps[::-1]])).repeat(microbatches)
+    total = virtual_stages * microbatches
+    kinds = np.tile(np.array([FORWARD, BACKWARD], np.int8).repeat(total), workers)
+    numbers = np.tile(np.arange(microbatches, dtype=np.int32), 2 * virtual_stages * workers)
+    return OrderArrays(stages, kinds, numbers, tuple(range(0, 2 * total * workers + 1, 2 * total)))

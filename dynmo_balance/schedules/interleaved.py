@@ -6,8 +6,10 @@ warm-up and in the position of the weight gradients.
 
 from __future__ import annotations
 
+import numpy as np
+
 from .._common.errors import UsageError
-from .operations import Kind, Operation, Order
+from .order_arrays import BACKWARD, FORWARD, INPUT, WEIGHT, OrderArrays
 
 
 def round_length(workers: int, microbatches: int) -> int:
@@ -31,7 +33,9 @@ def round_length(workers: int, microbatches: int) -> int:
     return microbatches // rounds
 
 
-def rounds_order(workers: int, virtual_stages: int, microbatches: int, *, warm_up_factor: int, split: bool) -> Order:
+def rounds_arrays(
+    workers: int, virtual_stages: int, microbatches: int, *, warm_up_factor: int, split: bool
+) -> OrderArrays:
     """The 1F1B orders.
 
     Worker ``p`` of ``P`` warms up with ``(v - 1) * round + warm_up_factor * (P - 1 - p)`` forward operations. With
@@ -50,48 +54,30 @@ def rounds_order(workers: int, virtual_stages: int, microbatches: int, *, warm_u
     """
     # With one stage per worker a round has no effect on the order, so any number of microbatches is permitted.
     length = microbatches if virtual_stages == 1 else round_length(workers, microbatches)
-    result = []
+    total = virtual_stages * microbatches
+    index = np.arange(total, dtype=np.int32)
+    # Round by round, each stage of the worker in turn; backward passes take the stages in reverse.
+    lap = index // length % virtual_stages
+    microbatch = index // (length * virtual_stages) * length + index % length
+    stages, kinds, numbers = [], [], []
     for worker in range(workers):
-        total = virtual_stages * microbatches
         warm_up = min(total, (virtual_stages - 1) * length + warm_up_factor * (workers - 1 - worker))
-        forward = _round_trip(worker, workers, virtual_stages, length, total, backward=False)
-        backward = _round_trip(worker, workers, virtual_stages, length, total, backward=True)
-        operations = [Operation(s, Kind.FORWARD, m) for s, m in forward[:warm_up]]
-        kind = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
-        for index, (stage, microbatch) in enumerate(backward):
-            if warm_up + index < total:
-                operations.append(Operation(forward[warm_up + index][0], Kind.FORWARD, forward[warm_up + index][1]))
-            operations.append(Operation(stage, kind, microbatch))
-            # Delayed by ``p``: with its warm-up of ``P - 1 - p``, every worker then has ``P`` microbatches in flight,
-            # the number of the first worker under 1F1B (Qi et al., section 3). A longer delay would need more memory.
-            if split and index >= worker:
-                operations.append(Operation(*_weight(backward[index - worker])))
-        if split:
-            operations.extend(Operation(*_weight(at)) for at in backward[max(0, total - worker) :])
-        result.append(tuple(operations))
-    return tuple(result)
+        # The place of each operation: a round of one forward, one backward, one weight gradient has three. Delayed by
+        # ``p``: with its warm-up of ``P - 1 - p``, every worker then has ``P`` microbatches in flight, the number of
+        # the first worker under 1F1B (Qi et al., section 3). A longer delay would need more memory.
+        places = [3 * (index - warm_up), 3 * index + 1, 3 * (index + worker) + 2][: 3 if split else 2]
+        at = np.argsort(np.concatenate(places), kind="stable")
+        forward, backward = lap * workers + worker, (virtual_stages - 1 - lap) * workers + worker
+        stages.append(np.concatenate([forward, backward, backward][: len(places)])[at])
+        kinds.append(
+            np.repeat(np.array([FORWARD, INPUT, WEIGHT] if split else [FORWARD, BACKWARD], np.int8), total)[at]
+        )
+        numbers.append(np.tile(microbatch, len(places))[at])
+    begins = tuple(range(0, workers * (3 if split else 2) * total + 1, (3 if split else 2) * total))
+    return OrderArrays(np.concatenate(stages), np.concatenate(kinds), np.concatenate(numbers), begins)
 
 
-def _weight(at: tuple[int, int]) -> tuple[int, Kind, int]:
-    return at[0], Kind.BACKWARD_WEIGHT, at[1]
-
-
-def _round_trip(
-    worker: int, workers: int, virtual_stages: int, length: int, total: int, *, backward: bool
-) -> list[tuple[int, int]]:
-    """Stage and microbatch of a worker's forward (or backward) operations in order, round by round."""
-    done = [0] * virtual_stages
-    result = []
-    for index in range(total):
-        lap = (index // length) % virtual_stages
-        if backward:
-            lap = virtual_stages - 1 - lap
-        result.append((lap * workers + worker, done[lap]))
-        done[lap] += 1
-    return result
-
-
-def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
+def arrays(workers: int, virtual_stages: int, microbatches: int) -> OrderArrays:
     """The order of operations of interleaved 1F1B.
 
     Args:
@@ -104,4 +90,4 @@ def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
     """
     # Two per hop to the last worker, as in Megatron and torch: a microbatch takes one operation per hop to get there,
     # and its gradient one to return. Forward passes of the worker's other stages fill both.
-    return rounds_order(workers, virtual_stages, microbatches, warm_up_factor=2, split=False)
+    return rounds_arrays(workers, virtual_stages, microbatches, warm_up_factor=2, split=False)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from .._common.errors import UsageError
 from . import dualpipe_v, gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from .operations import Kind, Operation, Order, check_operations
+from .order_arrays import BACKWARD, FORWARD, WEIGHT, OrderArrays, from_order, to_order
 
 __all__ = [
     "SCHEDULES",
@@ -15,7 +20,10 @@ __all__ = [
     "Kind",
     "Operation",
     "Order",
+    "OrderArrays",
     "check_operations",
+    "build_arrays",
+    "from_order",
     "count_in_flight",
     "in_flight_sets_of",
     "in_flight_sets",
@@ -25,11 +33,11 @@ __all__ = [
 
 InFlightSets = tuple[tuple[tuple[int, ...], ...], ...]
 """Per worker, combinations of microbatches in flight; each has one number per stage of the worker."""
-SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
-    "gpipe": gpipe.order,
-    "1f1b": one_f_one_b.order,
-    "interleaved-1f1b": interleaved.order,
-    "zero-bubble": zero_bubble.order,
+SCHEDULES: Mapping[str, Callable[[int, int, int], Order | OrderArrays]] = {
+    "gpipe": gpipe.arrays,
+    "1f1b": one_f_one_b.arrays,
+    "interleaved-1f1b": interleaved.arrays,
+    "zero-bubble": zero_bubble.arrays,
     "zb-v": zero_bubble_v.order,
     "dualpipe-v": dualpipe_v.order,
 }
@@ -48,6 +56,28 @@ def build_order(schedule: str, workers: int, virtual_stages: int, microbatches: 
     Raises:
         UsageError: the schedule is unknown, or there are more operations than a command simulates.
     """
+    built = _build(schedule, workers, virtual_stages, microbatches)
+    return to_order(built) if isinstance(built, OrderArrays) else built
+
+
+@lru_cache(maxsize=8)
+def build_arrays(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> OrderArrays:
+    """The order of operations as arrays.
+
+    Args:
+        schedule: a key of ``SCHEDULES``.
+        workers: number of workers.
+        virtual_stages: stages per worker.
+        microbatches: of one step.
+
+    Raises:
+        UsageError: as in ``build_order``.
+    """
+    built = _build(schedule, workers, virtual_stages, microbatches)
+    return built if isinstance(built, OrderArrays) else from_order(built)
+
+
+def _build(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Order | OrderArrays:
     if schedule not in SCHEDULES:
         raise UsageError(f"unknown schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     # zb-v is built for at least 2 P - 1 microbatches, and then reduced to those that exist.
@@ -80,7 +110,7 @@ def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: in
     if virtual_stages == 1 and schedule == "zero-bubble":
         # Worker ``p`` warms up with ``P - 1 - p`` microbatches like 1F1B, and delays ``p`` weight gradients.
         return (min(microbatches, workers),) * workers
-    return count_in_flight(build_order(schedule, workers, virtual_stages, microbatches))
+    return count_in_flight(build_arrays(schedule, workers, virtual_stages, microbatches))
 
 
 @lru_cache(maxsize=32)
@@ -97,39 +127,37 @@ def in_flight_sets(schedule: str, workers: int, virtual_stages: int, microbatche
         virtual_stages: stages per worker.
         microbatches: of one step.
     """
-    return in_flight_sets_of(build_order(schedule, workers, virtual_stages, microbatches))
+    return in_flight_sets_of(build_arrays(schedule, workers, virtual_stages, microbatches))
 
 
-def in_flight_sets_of(order: Order) -> InFlightSets:
+def in_flight_sets_of(order: OrderArrays) -> InFlightSets:
     """``in_flight_sets`` of an order of operations."""
+    stored = _stored(order)
     result = []
-    for operations in order:
-        stages = sorted({operation.stage for operation in operations})
-        now = dict.fromkeys(stages, 0)
-        counts = set()
-        for stage, kind, _ in operations:
-            if kind is Kind.FORWARD:
-                now[stage] += 1
-                counts.add(tuple(now[at] for at in stages))
-            elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                now[stage] -= 1
-        result.append(tuple(sorted(one for one in counts if not _exceeded(one, counts))))
+    for begin, end in pairwise(order.begins):
+        stages, own = np.unique(order.stages[begin:end], return_inverse=True)
+        counts = np.cumsum((own[:, None] == np.arange(len(stages))) * stored[begin:end, None], axis=0)
+        rest = np.unique(counts[order.kinds[begin:end] == FORWARD], axis=0)
+        maximal = []
+        # The combination with the largest sum is not exceeded by any; what it exceeds is left out.
+        while len(rest):
+            maximal.append(tuple(rest[rest.sum(axis=1).argmax()].tolist()))
+            rest = rest[(rest > np.array(maximal[-1])).any(axis=1)]
+        result.append(tuple(sorted(maximal)))
     return tuple(result)
 
 
-def _exceeded(one: tuple[int, ...], counts: set[tuple[int, ...]]) -> bool:
-    return any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in counts)
+def _stored(order: OrderArrays) -> npt.NDArray[np.int64]:
+    """The change of the microbatches in flight by each operation: +1 at a forward, -1 where activations are freed."""
+    is_last = (order.kinds == BACKWARD) | (order.kinds == WEIGHT)
+    return np.asarray((order.kinds == FORWARD).astype(np.int64) - is_last)
 
 
-def count_in_flight(order: Order) -> tuple[int, ...]:
+def count_in_flight(order: OrderArrays) -> tuple[int, ...]:
     """``in_flight`` by counting: +1 at a forward, -1 at a full backward or a weight gradient."""
-    stages = 1 + max(operation.stage for operations in order for operation in operations)
-    now, peak = [0] * stages, [0] * stages
-    for operations in order:
-        for stage, kind, _ in operations:
-            if kind is Kind.FORWARD:
-                now[stage] += 1
-                peak[stage] = max(peak[stage], now[stage])
-            elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                now[stage] -= 1
-    return tuple(peak)
+    # The operations of a stage are on one worker, so that sorting by stage keeps their order.
+    at = np.argsort(order.stages, kind="stable")
+    counts = np.cumsum(_stored(order)[at])
+    begins = np.searchsorted(order.stages[at], np.arange(1 + int(order.stages.max())))
+    before = np.where(begins > 0, counts[begins - 1], 0)
+    return tuple((np.maximum.reduceat(counts, begins) - before).tolist())

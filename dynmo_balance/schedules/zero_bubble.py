@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .interleaved import rounds_order
-from .operations import Order
+from .interleaved import rounds_arrays
+from .order_arrays import OrderArrays
 
 
-def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
+def arrays(workers: int, virtual_stages: int, microbatches: int) -> OrderArrays:
     """The order of operations, also with several stages per worker.
 
     Args:
@@ -16,4 +16,4 @@ def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
     """
     # torch's interleaved zero-bubble schedule has this warm-up factor as well. A plan for ``zero-bubble`` is executed
     # by that class, so the order must equal its table operation for operation; a test compares them.
-    return rounds_order(workers, virtual_stages, microbatches, warm_up_factor=1, split=True)
+    return rounds_arrays(workers, virtual_stages, microbatches, warm_up_factor=1, split=True)

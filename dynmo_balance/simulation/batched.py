@@ -14,7 +14,7 @@ cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -24,12 +24,24 @@ import numpy.typing as npt
 
 from ..costs.cost_window import SPEED_UNIT
 from ..partition.problem import PartitionProblem
-from ..schedules.registry import Kind, Order, build_order
-from .simulator import predict
+from ..schedules.registry import Order
+from .operation_times import (
+    OperationGraph,
+    critical_path,
+    graph_of_order,
+    graph_of_problem,
+    graph_of_schedule,
+    operation_ends,
+    operation_times,
+)
+from .simulator import predict, stage_costs, stage_times
 
-KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 Array = npt.NDArray[np.int64]
 Index = Array | slice
+MAX_BATCH_NUMBERS = 8_000_000
+"""Numbers that a batch of candidates keeps: 64 MB. A larger one is simulated in parts."""
+BOUNDED_BATCH = 256
+"""Candidates that are simulated before the next ones are compared with the best of them."""
 
 
 class Level(NamedTuple):
@@ -54,7 +66,7 @@ class Pattern(NamedTuple):
     """What a level computes: one element per operation.
 
     Attributes:
-        kinds: indices of ``KINDS``.
+        kinds: indices of ``order_arrays.KINDS``.
         stages: the stage.
         links: the stage whose ``send_ns`` the needed tensor takes; the number of stages if nothing is sent.
     """
@@ -66,75 +78,27 @@ class Pattern(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledOrder:
-    """The levels of an order of operations, their distinct patterns, and the number of rows of the ring buffer."""
+    """An order of operations by levels.
+
+    Attributes:
+        levels: in the order of execution.
+        patterns: the distinct patterns of the levels.
+        repeated: the patterns that several levels have.
+        ring: the number of rows of the ring buffer.
+    """
 
     levels: tuple[Level, ...]
     patterns: tuple[Pattern, ...]
+    repeated: tuple[int, ...]
     ring: int
 
 
-class _Row(NamedTuple):
-    own: int
-    before: int
-    needs: int
-    link: int
-    kind: int
-    stage: int
-
-
-def _rows(order: Order) -> list[list[_Row]]:
-    """The operations of each level, numbered from 1 in the order of the workers."""
-    workers = len(order)
-    stages = 1 + max(op.stage for operations in order for op in operations)
-    worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
-    number = {op: at for at, op in enumerate((op for operations in order for op in operations), start=1)}
-    # What sends a gradient. Not one kind for the whole order: DualPipeV splits some backward passes and not others.
-    backs = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-    gradient = {(op.stage, op.microbatch): at for op, at in number.items() if op.kind in backs}
-    # Number 0 is the start of the step, which is before level 0.
-    level: dict[int, int] = {0: -1}
-    rows: list[list[_Row]] = []
-    done = [0] * workers
-    waiting = list(range(workers))
-    while waiting:
-        worker = waiting.pop()
-        while done[worker] < len(order[worker]):
-            op = order[worker][done[worker]]
-            needs, link = 0, stages
-            if op.kind is Kind.FORWARD and op.stage:
-                needs, link = number[op._replace(stage=op.stage - 1)], op.stage - 1
-            elif op.kind in backs and op.stage < stages - 1:
-                needs, link = gradient.get((op.stage + 1, op.microbatch), 0), op.stage
-            if needs not in level:
-                break
-            before = number[order[worker][done[worker] - 1]] if done[worker] else 0
-            own = number[op]
-            level[own] = 1 + max(level[before], level[needs])
-            while len(rows) <= level[own]:
-                rows.append([])
-            rows[level[own]].append(_Row(own, before, needs, link, KINDS.index(op.kind), op.stage))
-            done[worker] += 1
-            neighbor = worker_of.get(op.stage + (1 if op.kind is Kind.FORWARD else -1), worker)
-            if neighbor != worker:
-                waiting.append(neighbor)
-    return [sorted(row) for row in rows]
-
-
-def _last_uses(rows: list[list[_Row]], count: int) -> list[int]:
-    """For each operation the last level that reads its end; its own level if none does."""
-    last = [0] * (count + 1)
-    for at, row in enumerate(rows):
-        for own in row:
-            last[own.own] = last[own.before] = last[own.needs] = at
-    return last
-
-
-def _index(slots: list[int]) -> Index:
+def _index(slots: npt.NDArray[np.int32]) -> Index:
     """A slice if the rows are contiguous, because that is a view and not a copy."""
-    first = slots[0]
-    if slots == list(range(first, first + len(slots))):
-        return slice(first, first + len(slots))
-    return np.array(slots, dtype=np.int64)
+    first, count = int(slots[0]), len(slots)
+    if slots[-1] == first + count - 1 and (np.diff(slots) == 1).all():
+        return slice(first, first + count)
+    return slots.astype(np.int64)
 
 
 @lru_cache(maxsize=32)
@@ -147,38 +111,58 @@ def compile_schedule(schedule: str, workers: int, virtual_stages: int, microbatc
         virtual_stages: stages per worker.
         microbatches: of one step.
     """
-    return compile_order(build_order(schedule, workers, virtual_stages, microbatches))
+    return _compile(graph_of_schedule(schedule, workers, virtual_stages, microbatches))
 
 
 @lru_cache(maxsize=8)
 def compile_order(order: Order) -> CompiledOrder:
     """The levels of an order of operations."""
-    rows = _rows(order)
-    count = sum(map(len, rows))
-    last_use = _last_uses(rows, count)
-    lifetime = max(last_use[o.own] - at for at, row in enumerate(rows) for o in row)
-    final = set(range(1, count + 1)).difference(o.before for row in rows for o in row)
-    widest = max(map(len, rows))
+    return _compile(graph_of_order(order))
+
+
+def _compile(graph: OperationGraph) -> CompiledOrder:
+    order, needs = graph.order, graph.needs
+    count = len(order.stages)
+    # With operations of one unit and free transfers, an operation ends one above its level. Number 0 is the start of
+    # the step, which is before level 0.
+    level = operation_ends(graph, np.ones(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64), needs) - 1
+    before = np.arange(-1, count, dtype=np.int32)
+    before[[begin + 1 for begin, end in pairwise(order.begins) if end > begin]] = 0
+    last_use = level.copy()
+    for used in (before, needs):
+        np.maximum.at(last_use, used[1:], level[1:])
+    lifetime = int((last_use - level)[1:].max())
+    is_final = np.ones(count + 1, dtype=bool)
+    is_final[before[1:]] = False
+    by_level = 1 + np.argsort(level[1:], kind="stable")
+    begins = np.concatenate([[0], np.cumsum(np.bincount(level[1:]))])
+    widest = int(np.diff(begins).max())
     # Row 0 is the start of the step and is never overwritten. The rows of a level are contiguous, so the last ones
     # before the end of the ring may stay unused. With two spare levels, a row is still overwritten only after its last
     # reader.
     ring = 1 + (lifetime + 2) * widest
-    slot = [0] * (count + 1)
+    slot = np.zeros(count + 1, dtype=np.int32)
+    columns = np.stack([order.kinds, order.stages, graph.links[1:]]).astype(np.int64)[:, by_level - 1]
     free = 1
     patterns: dict[bytes, tuple[int, Pattern]] = {}
     levels = []
-    for row in rows:
-        if free + len(row) > ring:
+    for begin, end in pairwise(begins.tolist()):
+        numbers, width = by_level[begin:end], end - begin
+        if free + width > ring:
             free = 1
-        columns = np.array([(o.kind, o.stage, o.link) for o in row], dtype=np.int64).T.copy()
-        number, _ = patterns.setdefault(columns.tobytes(), (len(patterns), Pattern(*columns)))
-        before, needs = _index([slot[o.before] for o in row]), _index([slot[o.needs] for o in row])
-        for at, o in enumerate(row, start=free):
-            slot[o.own] = at
-        last = any(o.own in final for o in row)
-        levels.append(Level(slice(free, free + len(row)), before, needs, number, last))
-        free += len(row)
-    return CompiledOrder(levels=tuple(levels), patterns=tuple(pattern for _, pattern in patterns.values()), ring=ring)
+        pattern = columns[:, begin:end].copy()
+        at, _ = patterns.setdefault(pattern.tobytes(), (len(patterns), Pattern(*pattern)))
+        rows = _index(slot[before[numbers]]), _index(slot[needs[numbers]])
+        slot[numbers] = np.arange(free, free + width)
+        levels.append(Level(slice(free, free + width), *rows, at, bool(is_final[numbers].any())))
+        free += width
+    num_levels = np.bincount([level.pattern for level in levels])
+    return CompiledOrder(
+        levels=tuple(levels),
+        patterns=tuple(pattern for _, pattern in patterns.values()),
+        repeated=tuple(np.flatnonzero(num_levels > 1).tolist()),
+        ring=ring,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +176,10 @@ class Costs:
     send_ns: Array
     static_bytes: Array
     activation_bytes: Array
+
+    def of(self, candidates: slice | Array) -> Costs:
+        """The costs of some of the candidates."""
+        return Costs(**{each.name: getattr(self, each.name)[:, candidates] for each in fields(self)})
 
 
 def costs_of(problem: PartitionProblem, candidates: Sequence[Sequence[int]] | Array) -> Costs:
@@ -247,6 +235,60 @@ def step_times(
     return [int(value) for value in found]
 
 
+def find_shorter(problem: PartitionProblem, boundaries: Sequence[int], candidates: Array) -> tuple[int, int] | None:
+    """The candidate with the shortest step, of equals the first; None if none is shorter than that of a partition.
+
+    Candidates are simulated in the order of ``path_bounds``, until their bound is above the shortest step so far.
+
+    Args:
+        problem: chain, workers and schedule.
+        boundaries: ``[stages + 1]`` item positions of the partition.
+        candidates: ``[candidates, stages + 1]`` item positions.
+
+    Returns:
+        The step in ns, and the number of the candidate.
+    """
+    step_ns, bounds = path_bounds(problem, boundaries, candidates)
+    below = np.flatnonzero(bounds < step_ns)
+    below = below[np.argsort(bounds[below], kind="stable")]
+    best = (step_ns, -1)
+    for begin in range(0, len(below), BOUNDED_BATCH):
+        batch = below[begin : begin + BOUNDED_BATCH]
+        batch = batch[bounds[batch] <= best[0]]
+        if not len(batch):
+            break
+        found = min(zip(step_times(problem, candidates[batch]), batch.tolist(), strict=True))
+        if found[0] < step_ns:
+            best = found if best[1] < 0 else min(best, found)
+    return None if best[1] < 0 else best
+
+
+def path_bounds(problem: PartitionProblem, boundaries: Sequence[int], candidates: Array) -> tuple[int, Array]:
+    """The step of a partition, and a lower bound of that of each candidate, in ns.
+
+    The critical path of the partition is a path of every candidate, so its operations and transfers take a step at
+    least. Only a candidate with another frozen front has other operations; its bound is 0.
+
+    Args:
+        problem: chain, workers and schedule.
+        boundaries: ``[stages + 1]`` item positions of the partition.
+        candidates: ``[candidates, stages + 1]`` item positions.
+    """
+    paths_ns = np.zeros(len(candidates), dtype=np.int64)
+    graph, costs = graph_of_problem(problem), stage_times(problem, stage_costs(problem, boundaries))
+    times = None if costs is None else operation_times(graph, costs)
+    if problem.chain.vocabulary is not None or costs is None or times is None:
+        return step_times(problem, [boundaries])[0], paths_ns
+    path, others = critical_path(graph, costs, times), costs_of(problem, candidates)
+    first, second = others.backward_input_ns, others.backward_weight_ns
+    durations = (others.forward_ns, first + second, first, second)
+    for count, duration in zip((*path.operations, path.transfers[:-1]), (*durations, others.send_ns), strict=True):
+        used = count > 0
+        paths_ns += count[used] @ duration[used]
+    has_same_front = (others.has_backward == costs.has_backward[:, None]).all(axis=0)
+    return int(times.ends.max(initial=0)), paths_ns * has_same_front
+
+
 def steps_of(problem: PartitionProblem, costs: Costs, overhead_ns: int = 0) -> Array:
     """Simulate partitions under the schedule or the order of a problem.
 
@@ -277,26 +319,37 @@ def run_compiled(plan: CompiledOrder, costs: Costs, overhead_ns: int = 0) -> Arr
         The step in ns of each candidate, ``[candidates]`` int64.
     """
     count = costs.forward_ns.shape[1]
+    rows = plan.ring + sum(len(plan.patterns[at].kinds) for at in plan.repeated)
+    size = max(1, MAX_BATCH_NUMBERS // rows)
+    if count > size:
+        parts = [costs.of(slice(begin, begin + size)) for begin in range(0, count, size)]
+        return np.concatenate([run_compiled(plan, part, overhead_ns) for part in parts])
     first, second = costs.backward_input_ns, costs.backward_weight_ns
     durations = np.stack([costs.forward_ns, first + second, first, second]) + overhead_ns
     trained = costs.has_backward
     send = np.concatenate([costs.send_ns, np.zeros((1, count), dtype=np.int64)])
     sends, all_run = bool(send.any()), bool(trained.all())
-    lengths = [durations[pattern.kinds, pattern.stages] for pattern in plan.patterns]
-    lags = [send[pattern.links] if sends else None for pattern in plan.patterns]
-    runs = [None if all_run else (pattern.kinds == 0)[:, None] | trained[pattern.stages] for pattern in plan.patterns]
+
+    def columns(at: int) -> tuple[Array, Array | None, npt.NDArray[np.bool_] | None]:
+        """Durations and transfers of the operations of a pattern, and whether each runs; None where all are 0 or do."""
+        kinds, stages, links = plan.patterns[at]
+        runs = None if all_run else (kinds == 0)[:, None] | trained[stages]
+        return durations[kinds, stages], send[links] if sends else None, runs
+
+    repeated = {at: columns(at) for at in plan.repeated}
     ends = np.zeros((plan.ring, count), dtype=np.int64)
     step = np.zeros(count, dtype=np.int64)
     for own, before, needs, pattern, last in plan.levels:
+        length, lag, run = repeated[pattern] if pattern in repeated else columns(pattern)
         # ``after`` may be written in place: the ring is longer than any lifetime, so no level reads the rows that it
         # writes.
-        started, after, lag, run = ends[before], ends[own], lags[pattern], runs[pattern]
+        started, after = ends[before], ends[own]
         if lag is None:
             np.maximum(started, ends[needs], out=after)
         else:
             np.add(ends[needs], lag, out=after)
             np.maximum(started, after, out=after)
-        after += lengths[pattern]
+        after += length
         if run is not None:
             # A stage in the frozen front executes no backward pass: its end is that of the operation before it.
             np.copyto(after, started, where=~run)

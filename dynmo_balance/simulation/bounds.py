@@ -37,6 +37,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 from .._common.errors import UsageError
@@ -90,6 +91,7 @@ class _Units:
         work: forward pass and both gradients.
         transfer_ns: the shortest transfer between two workers at any cut.
         back_transfer_ns: the same for gradients; 0 if a part of the model is frozen.
+        empty_transfer_ns: the shortest transfer of a stage that may be empty: one before the first unit sends nothing.
     """
 
     forward: Sequence[int]
@@ -99,6 +101,7 @@ class _Units:
     work: Sequence[int]
     transfer_ns: int
     back_transfer_ns: int
+    empty_transfer_ns: int
 
     @property
     def count(self) -> int:
@@ -112,7 +115,9 @@ def _units(problem: PartitionProblem) -> _Units:
     inputs = [0] * frozen + list(chain.costs.backward_input_ns[frozen:])
     back = chain.prefix_at_cuts(inputs)
     weights = chain.prefix_at_cuts(chain.costs.backward_weight_ns)
-    transfers = [problem.transfer_ns(chain.items[cut - 1].boundary_bytes) for cut in chain.cuts[1:-1]]
+    # Behind the last unit only an empty stage receives anything.
+    cuts = chain.cuts[1:-1] if problem.min_units else chain.cuts[1:]
+    transfers = [problem.transfer_ns(chain.items[cut - 1].boundary_bytes) for cut in cuts]
     return _Units(
         forward=chain.prefix_at_cuts(chain.costs.forward_ns),
         back=back,
@@ -121,6 +126,7 @@ def _units(problem: PartitionProblem) -> _Units:
         work=chain.prefix_at_cuts(chain.work_ns),
         transfer_ns=min(transfers, default=0),
         back_transfer_ns=0 if frozen else min(transfers, default=0),
+        empty_transfer_ns=problem.transfer_ns(0),
     )
 
 
@@ -182,7 +188,7 @@ def _most_work(inside: Sequence[int], outside: Sequence[int], sizes: Sequence[in
     A microbatch that has passed a unit forward has passed all before it, and so it has backward in time. Its work is
     that of the units up to some unit, and of those behind it only what needs no gradient from there. With any price
     ``p`` per byte, the work is at most ``p room`` plus ``count`` times the largest work of one microbatch minus the
-    price of its bytes (weak duality). The prices at which two choices are equal are tried.
+    price of its bytes (weak duality). Of the prices at which two choices are equal, the best is taken.
 
     Args:
         inside: work on each unit up to the last that the microbatch passed, in ns.
@@ -196,17 +202,31 @@ def _most_work(inside: Sequence[int], outside: Sequence[int], sizes: Sequence[in
     for own, other, size in zip(inside, outside, sizes, strict=True):
         done, stored = done + own, stored + size
         prices.update((work, total) for work, total in ((own, size), (other, size), (done, stored)) if total)
-    found = []
-    for price, unit in prices:
-        # Times ``unit``, so that all are integers. First the value if the microbatch has passed no unit.
+
+    def most(price: int, unit: int) -> int:
+        """``unit`` times the bound with ``price / unit`` ns per byte."""
+        # First the value if the microbatch has passed no unit.
         beyond = sum(max(0, unit * other - price * size) for other, size in zip(outside, sizes, strict=True))
         passed, best = 0, beyond
         for own, other, size in zip(inside, outside, sizes, strict=True):
             passed += unit * own - price * size
             beyond -= max(0, unit * other - price * size)
             best = max(best, passed + beyond)
-        found.append(-(-(price * room + count * best) // unit))
-    return min(found)
+        return price * room + count * best
+
+    # The bound is convex in the price, as a sum of maxima of linear functions: bisection finds the least of them.
+    ordered = sorted({Fraction(*price) for price in prices})
+    low, high = 0, len(ordered) - 1
+    while low < high:
+        middle = (low + high) // 2
+        here, above = ordered[middle], ordered[middle + 1]
+        value, next_value = (most(each.numerator, each.denominator) for each in (here, above))
+        if value * above.denominator <= next_value * here.denominator:
+            high = middle
+        else:
+            low = middle + 1
+    price, unit = ordered[low].numerator, ordered[low].denominator
+    return -(-most(price, unit) // unit)
 
 
 def _memory(problem: PartitionProblem, units: _Units, work: int, hops: int) -> int:
@@ -385,6 +405,16 @@ def _is_possible(problem: PartitionProblem, units: _Units, step_ns: int) -> bool
     return bool(begins) and begins[-1] == units.count
 
 
+def _hops(problem: PartitionProblem, units: _Units, stage: int, begin: int) -> tuple[int, int]:
+    """The least time in ns of the transfers of a microbatch to a stage that begins at unit ``begin``, and back."""
+    if problem.min_units or not stage:
+        return stage * units.transfer_ns, stage * units.back_transfer_ns
+    # Empty stages pass the microbatches on, too. But those before the first unit send no bytes and get no gradient.
+    if not begin:
+        return stage * units.empty_transfer_ns, 0
+    return (stage - 1) * units.empty_transfer_ns + units.transfer_ns, units.back_transfer_ns
+
+
 def _fits(problem: PartitionProblem, units: _Units, stage: int, begin: int, end: int, step_ns: int) -> bool:
     """Whether the units from ``begin`` to ``end`` as ``stage`` satisfy the conditions of ``partition_bound_ns``."""
     microbatches, stages = problem.microbatches, len(problem.slots)
@@ -393,8 +423,7 @@ def _fits(problem: PartitionProblem, units: _Units, stage: int, begin: int, end:
     forward = units.forward[end] - units.forward[begin]
     weight = units.weights[end] - units.weights[begin]
     back = units.whole_back[end] - units.whole_back[begin]
-    # An empty stage passes the microbatches on, too.
-    there, back_there = stage * units.transfer_ns, stage * units.back_transfer_ns
+    there, back_there = _hops(problem, units, stage, begin)
 
     def scaled(elsewhere: int, here: int, transfers: int) -> int:
         """Times in ns on the fastest worker and on this one, and of transfers, times both speeds."""
@@ -417,11 +446,11 @@ def _fits(problem: PartitionProblem, units: _Units, stage: int, begin: int, end:
     round_trip = scaled(
         units.forward[begin] + units.whole_back[begin] + trips * after,
         trips * (forward + back) + rest * back,
-        (stage + trips * (stages - 1 - stage)) * (units.transfer_ns + units.back_transfer_ns),
+        there + back_there + trips * (stages - 1 - stage) * (units.transfer_ns + units.back_transfer_ns),
     )
     if round_trip > room:
         return False
     others = units.forward[-1] + units.whole_back[-1] - forward - back
     own = (1 + microbatches - ahead) * forward + microbatches * back
-    transfers = (stages - 1) * (units.transfer_ns + units.back_transfer_ns)
+    transfers = there + back_there + (stages - 1 - stage) * (units.transfer_ns + units.back_transfer_ns)
     return scaled(others, own, transfers) <= room

@@ -29,12 +29,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import NamedTuple
+
+import numpy as np
 
 from .._common.errors import UsageError
 from ..partition.problem import PartitionProblem
 from ..schedules.operations import SHARD_KINDS
 from ..schedules.registry import Kind, Operation, Order
+from .operation_times import (
+    Span,
+    SpanRows,
+    StageTimes,
+    graph_of_problem,
+    operation_times,
+    peak_memory,
+)
 from .shard_passes import ShardPasses, WorkerShards, shards_of_workers
 
 
@@ -70,16 +79,6 @@ class StageCosts:
     decompress_ns: int = 0
 
 
-class Span(NamedTuple):
-    """One operation of a simulated step; times in ns from the start of the step."""
-
-    stage: int
-    kind: Kind
-    microbatch: int
-    start_ns: int
-    end_ns: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One simulated step; all tuples are per worker, in the order of the workers' first stages.
@@ -94,7 +93,14 @@ class Timeline:
     step_ns: int
     busy_ns: tuple[int, ...]
     peak_memory_bytes: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    spans: Sequence[tuple[Span, ...]]
+
+    @property
+    def ends_ns(self) -> tuple[int, ...]:
+        """The end of the last operation of each worker."""
+        if isinstance(self.spans, SpanRows):
+            return self.spans.last_ends_ns
+        return tuple(row[-1].end_ns if row else 0 for row in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
@@ -378,5 +384,55 @@ def predict(
         overhead_ns: time in ns added to every operation.
         communication: what transfers block.
     """
-    costs = stage_costs(problem, boundaries)
-    return run(problem.operations, costs, overhead_ns, communication, shards_of_workers(problem))
+    costs, shards = stage_costs(problem, boundaries), shards_of_workers(problem)
+    if shards is None and communication is Communication.OVERLAPPED:
+        timeline = _predict_overlapped(problem, costs, overhead_ns)
+        if timeline is not None:
+            return timeline
+    return run(problem.operations, costs, overhead_ns, communication, shards)
+
+
+def stage_times(problem: PartitionProblem, costs: Sequence[StageCosts], overhead_ns: int = 0) -> StageTimes | None:
+    """The costs of the stages as arrays, without compression; None where a step may not fit into 64 bits.
+
+    Args:
+        problem: has the number of microbatches.
+        costs: of the stages.
+        overhead_ns: time in ns added to every operation.
+    """
+    whole_ns = sum(c.forward_ns + c.backward_input_ns + c.backward_weight_ns + c.send_ns for c in costs)
+    whole_bytes = sum(c.static_bytes + problem.microbatches * c.activation_bytes for c in costs)
+    if max(2 * problem.microbatches * (whole_ns + 3 * overhead_ns * len(costs)), whole_bytes) >= 1 << 62:
+        return None
+    inputs, weights = (
+        np.array([getattr(cost, name) for cost in costs], dtype=np.int64)
+        for name in ("backward_input_ns", "backward_weight_ns")
+    )
+    forward = np.array([cost.forward_ns for cost in costs], dtype=np.int64)
+    return StageTimes(
+        durations=np.stack([forward, inputs + weights, inputs, weights]) + overhead_ns,
+        transfers=np.array([*(cost.send_ns for cost in costs), 0], dtype=np.int64),
+        has_backward=np.array([cost.has_backward for cost in costs]),
+    )
+
+
+def _predict_overlapped(problem: PartitionProblem, costs: Sequence[StageCosts], overhead_ns: int) -> Timeline | None:
+    """``run`` over arrays; None where numbers may not fit into 64 bits or the order deadlocks."""
+    graph, times = graph_of_problem(problem), stage_times(problem, costs, overhead_ns)
+    if times is None:
+        return None
+    found = operation_times(graph, times)
+    if found is None:
+        return None
+    order = graph.order
+    busy = np.concatenate([[0], np.cumsum(found.ends - found.starts)])[list(order.begins)]
+    static, stored = (
+        np.array([getattr(cost, name) for cost in costs], dtype=np.int64)
+        for name in ("static_bytes", "activation_bytes")
+    )
+    return Timeline(
+        step_ns=int(found.ends.max(initial=0)),
+        busy_ns=tuple(np.diff(busy).tolist()),
+        peak_memory_bytes=peak_memory(order, static, stored * times.has_backward),
+        spans=SpanRows(order, found),
+    )

@@ -74,7 +74,7 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
             # Each is read or written once per step, whatever the number of microbatches; frozen items are not.
             size = item.param_bytes + item.gradient_bytes + item.optimizer_bytes
             touched[problem.positions[stage]] += size * trained
-    ends = [row[-1].end_ns if row else 0 for row in timeline.spans]
+    ends = list(timeline.ends_ns)
     replicas, fused = options.data_parallel, _fused_tables(items, options)
     for item, trained in zip(items, is_trained, strict=True):
         position = worker_of[item.name]

@@ -275,9 +275,15 @@ def source_commit() -> dict[str, str]:
     # An installed package may lie within a clone of another project, whose commit would mislead.
     if not (root / ".git").exists():
         return {}
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    # ``describe --dirty`` executes what configurations name, such as ``core.fsmonitor``. Those of the environment and
+    # of the user have no effect here, and that of the clone names no program. The clone may belong to another user.
+    settings = ("core.fsmonitor=", "core.hooksPath=/dev/null", f"safe.directory={root}")
+    options = [word for setting in settings for word in ("-c", setting)]
+    command = ["git", *options, "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return {}
     return {"commit": done.stdout.strip()}

@@ -1,12 +1,18 @@
 """From a profile line appended to the plan on disk: the online planner's own latency, in one process.
 
 python tests/benchmarks/plan_latency.py [--layers 1000] [--stages 128]
+
+With ``--microbatches`` the command ``dynmo-plan partition`` instead: its processor time, and its peak memory above that
+of ``dynmo-plan --version``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -74,11 +80,61 @@ def initial(layers: int, stages: int) -> dict[str, object]:
     }
 
 
+def profile(layers: int, stages: int, microbatches: int, virtual_stages: int) -> bytes:
+    """A profile of random times, interleaved with several stages per worker."""
+    rng = random.Random(1)
+    times = [rng.randint(10**6, 5 * 10**6) for _ in range(layers)]
+    schedule = "1f1b" if virtual_stages == 1 else "interleaved-1f1b"
+    sizes = {"microbatches": microbatches, "virtual_stages_per_worker": virtual_stages, "schedule": schedule}
+    step = {"record": "step", "step": 1, "plan_id": 0, "step_ns": 10**9, "forward_ns": times, "backward_ns": times}
+    step |= {"activation_bytes": [0] * layers, "busy_ns": [None] * stages, "peak_memory_bytes": [None] * stages}
+    return "".join(json.dumps(line) + "\n" for line in (header(layers, stages) | sizes, step)).encode()
+
+
+# The peak of a process includes that of its parent before ``exec``; ``VmHWM`` is of the program alone.
+MEASURED = """
+import atexit, runpy, sys, time
+from pathlib import Path
+def report():
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    sys.stderr.write(f"{time.process_time()} {peak.split()[1]}")
+atexit.register(report)
+runpy.run_module("dynmo_balance", run_name="__main__", alter_sys=True)
+"""
+
+
+def measure_command(folder: Path, arguments: list[str]) -> tuple[float, int]:
+    """Processor time in s and peak memory in bytes of ``dynmo-plan`` with these arguments."""
+    done = subprocess.run([sys.executable, "-c", MEASURED, *arguments], cwd=folder, capture_output=True, check=True)
+    spent, peak = done.stderr.split()[-2:]
+    return float(spent), int(peak) * 1024
+
+
+def run_command(options: argparse.Namespace) -> None:
+    """Print the costs of three plans."""
+    sizes = options.layers, options.stages, options.microbatches, options.virtual_stages
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "profile.jsonl")
+        path.write_bytes(profile(*sizes))
+        _, idle = measure_command(path.parent, ["--version"])
+        for repetition in range(3):
+            spent, peak = measure_command(path.parent, ["partition", str(path)])
+            emit(
+                f"repetition {repetition}: {spent:.2f} s of processor time, {(peak - idle) / 1e6:,.0f} MB at"
+                " {} layers on {} workers, {} microbatches, {} stages per worker".format(*sizes)
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=1000)
     parser.add_argument("--stages", type=int, default=128)
+    parser.add_argument("--microbatches", type=int)
+    parser.add_argument("--virtual-stages", type=int, default=1)
     options = parser.parse_args()
+    if options.microbatches:
+        run_command(options)
+        return
     rng = random.Random(1)
     for repetition in range(3):
         with tempfile.TemporaryDirectory() as folder:

@@ -22,8 +22,9 @@ from ..._common.errors import UsageError
 from ...formats.input_text import read_input
 from ...formats.os_errors import reason
 from ...launch.find_command import program_path
+from .check import check_steps
 from .interpreter import interpret_script
-from .session import MAX_SCRIPT_BYTES, ScriptResult, StartStep, Step, WriteStep
+from .session import HARMLESS_VARIABLE, MAX_SCRIPT_BYTES, ScriptResult, StartStep, Step, WriteStep
 from .slurm_header import slurm_directives, slurm_variables, submission_options
 
 # As bash: all words after the script are its arguments.
@@ -134,6 +135,17 @@ def command_line(step: StartStep) -> str:
     return line if step.folder == Path.cwd() else f"cd {shlex.quote(str(step.folder))} && {line}"
 
 
+def _without_other_variables(step: StartStep) -> StartStep:
+    """The command with the variables that do not change which code it executes, so that its line is safe to paste."""
+    printed = {name: value for name, value in step.environment.items() if HARMLESS_VARIABLE.fullmatch(name)}
+    if others := sorted(step.environment.keys() - printed.keys()):
+        print_message(
+            f"line {step.place.line}: variables that may change which code is executed are not printed:"
+            f" {', '.join(others)}; a run without --dry-run sets them"
+        )
+    return replace(step, environment=printed)
+
+
 def _write(step: WriteStep) -> None:
     """Write a JSON file.
 
@@ -183,6 +195,7 @@ def _run(step: StartStep) -> int:
 
 
 def run_script(
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Shell script of Megatron-LM, DeepSpeed or similar projects.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     settings: Annotated[
@@ -195,13 +208,15 @@ def run_script(
             "--override", metavar="OPTIONS", help="Options that replace those of dynmo-train commands; quoted."
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; do not execute them.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Parse and print the commands; execute and write nothing.")
+    ] = False,
 ) -> None:
-    """Execute the commands of a published training script; the script is parsed, and no shell runs it.
+    """Execute the commands of a published training script; the script is trusted, as if a shell ran it.
 
     Its programs and launchers become ours: torchrun, deepspeed, srun, mpirun, python -m torch.distributed.launch. A
     line that cannot be interpreted is refused with its number before anything is executed. Exits with the exit code of
-    the first command that fails.
+    the first command that fails. --dry-run executes and writes nothing, and parses the options of the commands.
     """
     result = interpret_file(script, arguments or [], _settings(settings or []), os.environ)
     for text in result.printed:
@@ -216,9 +231,11 @@ def run_script(
     if dry_run:
         for step in result.steps:
             if isinstance(step, StartStep):
-                emit(command_line(step))
+                emit(command_line(_without_other_variables(step)))
             else:
                 emit(f"# writes {step.path} ({len(step.text):,} characters)")
+        started = [step for step in result.steps if isinstance(step, StartStep)]
+        check_steps(started, context.find_root().command, str(script))
         raise typer.Exit(result.exit_code)
     if result.exit_code:
         raise UsageError(f"{script}: exits with code {result.exit_code}; nothing was executed")

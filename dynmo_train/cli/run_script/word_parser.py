@@ -61,6 +61,8 @@ class WordParser:
             elif char == "#":
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
+            elif char == "\\" and self.at == len(self.text) - 1:
+                self.at += 1  # the last line continues with nothing
             else:
                 return
 

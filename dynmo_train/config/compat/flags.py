@@ -52,6 +52,13 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--num-virtual-stages-per-pipeline-rank": becomes(
         "--schedule", "interleaved-1f1b", "--virtual-stages-per-worker", values=1, neutral="1"
     ),
+    # DynMo
+    "--load-balance": becomes("--balance", "online"),
+    "--pruning-type": refused(
+        "only gradual pruning is supported: leave it out; --pruning-start-iter and --pruning-end-iter are its steps",
+        1,
+        neutral="gradual",
+    ),
     # Inverse cloze task
     "--ict-head-size": becomes("--biencoder-projection-dim", values=1),
     "--ict-load": becomes("--finetune", "--load", values=1),

@@ -47,6 +47,8 @@ COMBINED_FLAGS: Mapping[str, CompatFlag] = {
     "--train-tokens": becomes("--train-samples", values=1, reason=f"divided by --seq-length, {_SAME_STEPS}"),
     "--lr-decay-tokens": becomes("--lr-decay-samples", values=1, reason=f"divided by --seq-length, {_SAME_STEPS}"),
     "--lr-warmup-tokens": becomes("--lr-warmup-samples", values=1, reason=f"divided by --seq-length, {_SAME_STEPS}"),
+    "--packing": becomes("--pack-to", "2", reason="or --packed-num-gpus; with --balance online"),
+    "--packed-num-gpus": becomes("--pack-to", values=1, reason="no effect without --packing"),
     "--moe-train-capacity-factor": becomes(
         "--moe-expert-capacity-factor",
         values=1,
@@ -108,6 +110,7 @@ def combine(found: Mapping[str, str], others: Mapping[str, str], family: str) ->
         _expert_interval,
         _tokens,
         _capacity,
+        _packing,
     ):
         part(combination, family)
     return combination
@@ -301,3 +304,15 @@ def _capacity(command: Combination, _family: str) -> None:
     for name, default in (("--moe-eval-capacity-factor", "1.0"), ("--moe-min-capacity", "4")):
         if name not in command.others:
             command.arguments += [name, default]
+
+
+def _packing(command: Combination, _family: str) -> None:
+    """DynMo's release of pipeline ranks, which does not depend on its load balancing there."""
+    flag, number = "--packing", "--packed-num-gpus"
+    if flag not in command.found:
+        if number in command.found:
+            command.notes.append(f"{number}: no effect without {flag}")
+        return
+    command.arguments += ["--pack-to", command.found.get(number, "2")]
+    if "--load-balance" not in command.others and "--balance" not in command.others:
+        command.arguments += ["--balance", "online"]

@@ -80,6 +80,24 @@ def test_watch_cost_event_voids_earlier_costs(run, kind):
     assert watcher.state.window.costs().forward_ns[0] == 200_000
 
 
+def test_watch_decides_on_the_first_record_after_each_pruning(run):
+    """Gradual pruning every second step: three records of the same model never come."""
+    watcher, heavy = Watcher(run, WatchOptions()), {2: {"back": 4}, 4: {"front": 6}, 6: {"back": 9}}
+    append(run, step(1), step(2))
+    watcher.poll()
+    plan, costs = 0, {}
+    for number in range(2, 8):
+        if number in heavy:
+            append(run, event(number, "pruned"))
+            costs = heavy[number]
+        append(run, step(number + 1, plan=plan, **costs))
+        watcher.poll()
+        if number in heavy:
+            plan += 1
+            assert plan_numbers(run / "plans")[-1] == plan, number
+            append(run, result(plan, number + 1))
+
+
 def test_watch_pending_plan_blocks_a_second(run):
     watcher = Watcher(run, WatchOptions(every=1))
     append(run, *(step(n, back=2) for n in range(1, 4)))

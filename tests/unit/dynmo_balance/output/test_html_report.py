@@ -13,7 +13,8 @@ from dynmo_balance.inputs.problem_from_options import ProblemOptions, make_probl
 from dynmo_balance.inputs.run_history import read_history
 from dynmo_balance.output.html_report import MAX_OPERATIONS, html, timeline_spec, trace
 from dynmo_balance.schedules.registry import Kind
-from dynmo_balance.simulation.simulator import Span, Timeline
+from dynmo_balance.simulation.operation_times import Span
+from dynmo_balance.simulation.simulator import Timeline
 from tests.browser import browser
 from tests.pages import data_of, well_formed
 from tests.paths import CONTRACTS

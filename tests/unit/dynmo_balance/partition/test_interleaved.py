@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
 
+import numpy as np
 import pytest
 
 from dynmo_balance.formats.plan import V_SCHEDULES
 from dynmo_balance.partition.balance import balance, bottleneck_ns
 from dynmo_balance.partition.constraints import make_limits
+from dynmo_balance.partition.exact import minimize_bottleneck
+from dynmo_balance.partition.interleaved import make_worker_loads, neighbors
 from dynmo_balance.partition.problem import InfeasibleError
+from dynmo_balance.partition.run_shifts import best_shift
 from dynmo_balance.simulation.simulator import predict
 
 
@@ -100,3 +104,29 @@ def test_solve_interleaved_ties_move_fewer_bytes(schedule, rng, chain_factory, p
         assert moved(tied.boundaries) <= moved(free.boundaries)
         nearer += moved(tied.boundaries) < moved(free.boundaries)
     assert nearer > 3
+
+
+def test_best_shift_is_the_first_of_the_best_neighbors(rng, chain_factory, problem_factory):
+    found = []
+    for _ in range(60):
+        problem = random_problem(rng, chain_factory, problem_factory, rng.choice(["interleaved-1f1b", "zb-v"]))
+        try:
+            loads = make_worker_loads(problem)
+            cuts = np.array(minimize_bottleneck(replace(loads.limits, static=(), activation=()))[1])
+        except InfeasibleError:
+            continue
+        if loads.excess_bytes(cuts[None, :])[0]:
+            continue
+
+        def worth(candidate, loads=loads):
+            times = loads.times(candidate[None, :])
+            squares = (times.astype(np.float64) ** 2).sum(axis=1)
+            return int(loads.excess_bytes(candidate[None, :])[0]), int(times.max()), float(squares[0])
+
+        now = worth(cuts)
+        best = min(neighbors(loads.limits, cuts.tolist()), key=worth, default=cuts)
+        expected = (worth(best), best.tolist()) if worth(best) < now else None
+        shifted = best_shift(loads, cuts, now)
+        assert (shifted and (shifted[0], shifted[1].tolist())) == expected
+        found.append(shifted is not None)
+    assert 10 < sum(found) < len(found)

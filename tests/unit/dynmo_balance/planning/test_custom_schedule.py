@@ -9,7 +9,7 @@ import pytest
 from dynmo_balance.formats.plan import CUSTOM
 from dynmo_balance.planning.custom_schedule import operation_times, search_custom_schedules
 from dynmo_balance.schedules.list_scheduler import RULES, list_order
-from dynmo_balance.schedules.registry import count_in_flight
+from dynmo_balance.schedules.registry import count_in_flight, from_order
 from dynmo_balance.simulation.bounds import bounds_of
 from dynmo_balance.simulation.simulator import predict
 from tests.tables import table
@@ -38,7 +38,7 @@ def test_list_order_step_equals_the_simulation(rule, frozen, rng, chain_factory,
         words = [str(operation) for row in order for operation in row]
         assert sorted(words) == sorted(f"{s}{kind}{m}" for s in range(stages) for kind in "FIW" for m in range(6))
         first_trained = next(s for s in range(stages) if boundaries[s + 1] > frozen)
-        assert max(count_in_flight(order)[first_trained:]) <= 4
+        assert max(count_in_flight(from_order(order))[first_trained:]) <= 4
 
 
 @pytest.mark.complete

@@ -6,7 +6,7 @@ import pytest
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.plan import V_SCHEDULES, position_of
-from dynmo_balance.schedules.registry import SCHEDULES, Kind, build_order, count_in_flight, in_flight
+from dynmo_balance.schedules.registry import SCHEDULES, Kind, build_arrays, build_order, count_in_flight, in_flight
 from tests.tables import table
 
 SIZES = [(p, v, m) for p in (1, 2, 3, 4, 8) for v in (1, 2, 3) for m in (p, 2 * p, 4 * p)]
@@ -33,7 +33,7 @@ def test_build_order_any_schedule_has_every_operation_once(schedule, workers, vi
 
 @table(("schedule", "workers", "virtual", "microbatches"), CASES)
 def test_in_flight_closed_forms_equal_the_count(schedule, workers, virtual, microbatches):
-    counted = count_in_flight(build_order(schedule, workers, virtual, microbatches))
+    counted = count_in_flight(build_arrays(schedule, workers, virtual, microbatches))
     assert in_flight(schedule, workers, virtual, microbatches) == counted
 
 

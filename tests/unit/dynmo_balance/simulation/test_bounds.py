@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, combinations_with_replacement, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -154,14 +154,19 @@ def test_partition_bound_knows_the_memory_of_the_schedule(schedule, rng):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_partition_bound_is_below_every_partition(schedule, rng):
-    for _ in range(40):
-        units, workers = rng.randint(4, 9), rng.randint(1, 4)
-        columns = [[rng.randint(1, 50) for _ in range(units)] for _ in range(3)]
-        chain = make_chain(columns[0], backward=columns[1], weight=columns[2])
-        speeds = [rng.choice([700_000, 1_000_000, 1_300_000]) for _ in range(workers)]
-        problem = make_problem(chain, workers, schedule, rng.randint(1, 12), speeds=speeds, link_latency_ns=3)
+    for _ in range(60):
+        units, workers, least = rng.randint(4, 7), rng.randint(1, 4), rng.randint(0, 1)
+        columns = [[rng.randint(0, 50) for _ in range(units)] for _ in range(3)]
+        for column in columns[1:]:
+            column[: rng.choice([0, 0, 2])] = []
+            column[:0] = [0] * (units - len(column))
+        chain = make_chain(columns[0], backward=columns[1], weight=columns[2], boundary=rng.choice([0, 30]))
+        options = {"speeds": [rng.choice([700_000, 1_000_000, 1_300_000]) for _ in range(workers)], "min_units": least}
+        options |= {"link_latency_ns": rng.choice([3, 20]), "link_bandwidth": 10**9}
+        problem = make_problem(chain, workers, schedule, rng.randint(1, 12), **options)
         bound = partition_bound_ns(problem)
-        best = min(predict(problem, (0, *inner, units)).step_ns for inner in combinations(range(1, units), workers - 1))
+        inner = (combinations if least else combinations_with_replacement)(range(least, units + 1 - least), workers - 1)
+        best = min(predict(problem, (0, *each, units)).step_ns for each in inner)
         assert bounds_of(problem).step_ns <= bound <= best
 
 

@@ -24,7 +24,6 @@ from dynmo_train.trainer.run_directory import (
     open_run_directory_on_rank0,
     source_commit,
 )
-from tests.paths import ROOT
 from tests.tables import table
 
 SMALL = {
@@ -101,11 +100,31 @@ def test_run_directory_that_nodes_do_not_share_is_refused_at_the_start(tmp_path,
         open_run_directory_on_rank0(world, config, hosts=["h"], engine={})
 
 
-def test_source_commit_is_of_the_clone_of_these_sources(tmp_path, monkeypatch):
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip("needs a Git clone")
-    assert source_commit()["commit"].removesuffix("-dirty") == done.stdout.strip()
+def test_source_commit_is_of_the_clone_whatever_git_is_configured_to_do(tmp_path, monkeypatch):
+    """Foreign configuration has no effect: neither the programs that it names nor another repository."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    marker, configuration, clone = tmp_path / "executed", tmp_path / ".gitconfig", tmp_path / "clone"
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *words, clone] if "init" in words else ["git", "-C", clone, *words], check=True)
+    commit = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    subprocess.run(["git", "-C", clone, "config", "core.fsmonitor", f"touch {marker}"], check=True)
+    configuration.write_text(f"[core]\n\tfsmonitor = touch {marker}\n")
+    for name, value in {
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": "core.fsmonitor",
+        "GIT_CONFIG_VALUE_0": f"touch {marker}",
+        "GIT_CONFIG_GLOBAL": str(configuration),
+        "GIT_CONFIG_SYSTEM": str(configuration),
+        "GIT_DIR": str(tmp_path),
+        "GIT_EXTERNAL_DIFF": f"touch {marker}",
+        "HOME": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run_directory, "__file__", str(clone / "dynmo_train/trainer/run_directory.py"))
+    assert source_commit() == {"commit": commit.stdout.strip()}
+    assert not marker.exists()
     # An installed package: no clone at its root, whatever is around it.
     monkeypatch.setattr(run_directory, "__file__", str(tmp_path / "site/dynmo_train/trainer/run_directory.py"))
     assert source_commit() == {}

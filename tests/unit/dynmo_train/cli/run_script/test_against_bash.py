@@ -19,6 +19,7 @@ PROLOGUE = "dynmo-prep() { printf '%s\\1' \"$@\"; printf '\\2'; }\n"
 SNIPPETS = {
     "plain": "dynmo-prep a b  c\tdd",
     "continued": "dynmo-prep a \\\n  b \\\n\\\n c",
+    "continued at the end": "dynmo-prep a \\",
     "continued in word": "dynmo-prep ab\\\ncd",
     "comments": "# one\ndynmo-prep a # two\ndynmo-prep 'a # b' a#b #c",
     "quotes": """dynmo-prep "a b" 'c "d"' "e 'f'" g'h i'"j k"l '' "" """,

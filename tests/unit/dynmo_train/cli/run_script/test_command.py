@@ -16,6 +16,7 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app
 from dynmo_train.cli.run_script.command import command_line, interpret_file
 from dynmo_train.cli.run_script.slurm_header import slurm_directives, slurm_variables, submission_options
+from tests.tables import table
 
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=gpt # the name
@@ -49,15 +50,90 @@ def script(tmp_path, monkeypatch):
 
 
 def test_dry_run_prints_lines_that_a_shell_reads(script, tmp_path):
-    text = "echo start\nexport A='x y'\ntorchrun --nproc_per_node 2 pretrain_gpt.py --data-path \"1 a b\" $1 -v\n"
-    result = run(script(text), "--dry-run", "--", "--lr", "2")
+    text = "echo start\nexport WANDB_NAME='x y'\n"
+    text += 'torchrun --nproc_per_node 2 pretrain_gpt.py --data-path "1 a b" $1 --bf16\n'
+    result = run(script(text), "--dry-run", "--", "--bf16", "2")
     assert result.exit_code == 0
-    command = f"pretrain gpt {REPLICAS} --data-path '1 a b' --lr -v"
-    assert result.stdout == f"A='x y' dynmo-train launch local --nproc 2 -- {command}\n"
+    command = f"pretrain gpt {REPLICAS} --data-path '1 a b' --bf16 --bf16"
+    assert result.stdout == f"WANDB_NAME='x y' dynmo-train launch local --nproc 2 -- {command}\n"
     assert "start" in result.stderr
     words = shlex.split(result.stdout)
-    assert words[0] == "A=x y"
+    assert words[0] == "WANDB_NAME=x y"
     assert not list(tmp_path.glob("logs*"))
+
+
+@table(
+    ("line", "message"),
+    [
+        ("--bogus-flag 3", "line 2: No such option: --bogus-flag"),
+        ("--num-layers two", "line 2: Invalid value for '--num-layers'"),
+        ("--num-layers", "line 2: Option '--num-layers' requires an argument"),
+        ("--pruning-type one_time", "--pruning-type: only gradual pruning is supported"),
+        ("--moe-use-legacy-grouped-gemm-of-none", "No such option"),
+    ],
+)
+def test_dry_run_checks_the_commands_that_it_prints(script, line, message):
+    for launcher in ("", "torchrun --nproc_per_node 2 ", "srun -N 2 --ntasks-per-node 4 "):
+        text = f"set -e\n{launcher or 'python '}pretrain_bert.py {line}\n"
+        result = run(script(text), "--dry-run", "--")
+        assert isinstance(result.exception, UsageError)
+        assert message in str(result.exception)
+        assert " pretrain bert" in result.stdout
+
+
+def test_dry_run_of_dynmos_own_example(script):
+    """``bert_example.sh`` of the DynMo repository, with the two lines of packing that it has as comments."""
+    text = (
+        "torchrun --nproc_per_node ${3:-4} pretrain_bert.py --num-layers $1 --pipeline-model-parallel-size $3"
+        " --sparsify --pruning-type gradual --load-balance --balancer $2 \\\n --packing \\\n --packed-num-gpus 2 \\"
+    )
+    result = run(script(text), "--dry-run", "--", "24", "diffusion", "4", "1")
+    assert (result.exit_code, result.exception) == (0, None)
+    assert result.stdout.endswith("--balancer diffusion --packing --packed-num-gpus 2\n")
+
+
+VARIABLES = (
+    *("LD_PRELOAD=/x.so", "PYTHONPATH=/x", "PYTHONSTARTUP=/x.py", "BASH_ENV=/x.sh", "PATH=/x", "CXX='touch executed'"),
+    *("CC='touch executed'", "NCCL_NET_PLUGIN=/x.so", "NCCL_CONF_FILE=/x", "TORCHINDUCTOR_CACHE_DIR=/x"),
+    *("TRITON_CACHE_DIR=/x", "CUDA_HOME=/x", "BROWSER='touch executed'", "PYTHONWARNINGS=all:0:antigravity.x:0:0"),
+    *("TORCH_EXTENSIONS_DIR=/x", "GIT_SSH_COMMAND='touch executed'"),
+    "GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=core.fsmonitor GIT_CONFIG_VALUE_0='touch executed'",
+)
+HOSTILE = [
+    *(f"export {variable}" for variable in VARIABLES),
+    "trap 'touch executed' EXIT",
+    "X=$(touch executed)",
+    "echo x > executed",
+    "cat <<< '{}' > executed.json",
+    "cat <<EOF > executed.json\n{}\nEOF",
+    "A='a[$(touch executed)]'; echo $((A))",
+    "eval 'touch executed'",
+    'python -c \'open("executed", "w")\'',
+    "dynmo-train() { touch executed; }; dynmo-train x",
+    "mkdir executed",
+    "source <(echo touch executed)",
+    "exec touch executed",
+]
+"""Lines before the training command: variables that execute code, and commands that write."""
+
+
+@table("line", HOSTILE)
+def test_dry_run_of_a_hostile_script_executes_nothing(script, monkeypatch, line):
+    def executed(*words, **_options):
+        raise AssertionError(f"executed: {words}")
+
+    for name in ("Popen", "run"):
+        monkeypatch.setattr(subprocess, name, executed)
+    monkeypatch.setattr(os, "system", executed)
+    before = dict(os.environ)
+    path = script(f"{line}\npython pretrain_gpt.py --bf16\n")
+    result = run(path, "--dry-run", "--")
+    # A line that is not interpreted is refused; a variable is named, and is not part of a line to paste.
+    assert result.exception is None or isinstance(result.exception, UsageError | SystemExit)
+    assert list(path.parent.iterdir()) == [path]
+    assert dict(os.environ) == before
+    commands = [each for each in result.stdout.splitlines() if not each.startswith("# writes ")]
+    assert commands in ([], [f"dynmo-train pretrain gpt {REPLICAS} --bf16"])
 
 
 def test_slurm_header_becomes_the_submission(script):

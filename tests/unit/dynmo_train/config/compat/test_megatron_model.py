@@ -27,6 +27,21 @@ def problems_of(words):
 
 
 @table(
+    ("words", "arguments", "notes"),
+    [
+        ("--packing", "--pack-to 2 --balance online", 0),
+        ("--packing --packed-num-gpus 3 --load-balance", "--balance online --pack-to 3", 0),
+        ("--packed-num-gpus 3 --packing --balance offline", "--balance offline --pack-to 3", 0),
+        ("--packed-num-gpus 3 --load-balance --balancer diffusion", "--balance online --balancer diffusion", 1),
+        ("--pruning-type gradual --sparsify", "--sparsify", 1),
+    ],
+)
+def test_dynmos_packing_releases_ranks(words, arguments, notes):
+    translation = translate(words.split(), "bert", declared("bert"))
+    assert (" ".join(translation.arguments), len(translation.notes)) == (arguments, notes)
+
+
+@table(
     ("words", "activation", "slope", "limit", "offset"),
     [
         ("--quick-geglu", "quick_geglu", 1.702, 7.0, 0.0),
