@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from dynmo_ckpt.cli import app
 from dynmo_ckpt.huggingface.models import hf_config
 from dynmo_train.models.layer_list import split_dim
+from dynmo_train.models.registry import family_of_manifest
+from tests.parity.item_stream import build_all, run
 
 SIZES = {
     "vocab_size": 96,
@@ -51,7 +53,35 @@ TWO_BASES = {
 }
 OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+# The experts of a DeepSeek-V3 with another attention.
+ROUTED = {name: value for name, value in DEEPSEEK.items() if not name.endswith(("_rank", "_dim", "_value_heads"))}
+ROUTED |= {"norm_topk_prob": True}
+YARN_IN_FULL = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
+NEWER = {
+    "olmo3": ("Olmo3", {**LOCAL, "num_hidden_layers": 4, "rope_parameters": YARN_IN_FULL}),
+    "olmoe": ("Olmoe", EXPERTS),
+    "ministral": ("Ministral", {**LOCAL, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "seed_oss": ("SeedOss", {"head_dim": 16}),
+    "internlm3": ("InternLM3", {"head_dim": 16}),
+    "ernie 4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "qwen2 experts": (
+        "Qwen2Moe",
+        {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    ),
+    "glm-4.5": ("Glm4Moe", {**ROUTED, "n_group": 4, "topk_group": 2, "attention_bias": True, "use_qk_norm": True}),
+    "glm-4.7 flash": ("Glm4MoeLite", DEEPSEEK),
+    "dots1": ("Dots1", {**ROUTED, **LOCAL, "max_window_layers": 1}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    "starcoder2": ("Starcoder2", LOCAL),
+    "arcee": ("Arcee", {}),
+    "jais2": ("Jais2", {}),
+}
 CASES = {
+    **NEWER,
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with biases of attention": ("Llama", {"attention_bias": True}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -175,6 +205,25 @@ CASES = {
 }
 
 
+# Variants of other rows, which test_ckpt_random_decoders.py draws, too.
+VARIANTS = (
+    "llama with biases of attention",
+    "qwen3 experts, not normalized",
+    "qwen3 experts with windows",
+    "deepseek v2, groups",
+    "deepseek v2, dense with biases",
+    "gemma2 without caps",
+    "gemma3 with a final cap",
+    "gemma3 without windows",
+    "gpt-oss, other values",
+    "phi3 with longrope, short",
+    "olmo2 with biases",
+    "linear",
+    "dynamic",
+)
+BY_LEVEL = [pytest.param(name, marks=pytest.mark.complete if name in VARIANTS else ()) for name in CASES]
+
+
 def convert(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["convert", *arguments])
     assert result.exit_code == 0, result.output
@@ -187,6 +236,8 @@ def saved(folder, name: str):
     torch.manual_seed(3)
     name = "Gemma3Text" if kind == "Gemma3" else kind
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **own, "attn_implementation": "eager"})
+    # InternLM3 has no class of its own.
+    kind = "Llama" if kind == "InternLM3" else kind
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -198,7 +249,7 @@ def saved(folder, name: str):
     return model
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BY_LEVEL)
 def test_decoder_to_native_and_back_computes_the_same(tmp_path, name):
     model = saved(tmp_path / "theirs", name)
     output = convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
@@ -211,6 +262,22 @@ def test_decoder_to_native_and_back_computes_the_same(tmp_path, name):
         assert torch.equal(again(ids).logits, model(ids).logits)
     for key, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[key], value), key
+    if name in NEWER:
+        torch.testing.assert_close(trainer_logits(tmp_path / "native", ids), model(ids).logits, rtol=0, atol=1e-4)
+
+
+def trainer_logits(native, ids: torch.Tensor) -> torch.Tensor:
+    """The logits that the trainer's model computes from a native checkpoint of one rank."""
+    manifest = json.loads((native / "manifest.json").read_text())
+    stored = load_file(native / "model-p000-t00.safetensors")
+    family = family_of_manifest(manifest["model"])
+    modules = build_all(family)
+    for item, module in modules.items():
+        for name, value in (*module.eval().named_parameters(), *module.named_buffers()):
+            source = stored[manifest["ties"].get(f"{item}.{name}", f"{item}.{name}")]
+            value.data[: len(source)] = source
+    values = run(family, modules, {"ids": ids, "labels": ids})
+    return modules["head"].logits(values["before.hidden"])[..., : manifest["model"]["vocab_size"]]
 
 
 def test_tensor_parallel_parts_of_a_gpt_oss_are_the_trainers(tmp_path):
