@@ -147,6 +147,61 @@ def _attention_scalar_fields(config: Config) -> Fields:
     return {"attention_scale": None if scalar == width else scalar**-0.5}
 
 
+def _multiplier_fields(config: Config) -> Fields:
+    """Granite's factors; that of the logits divides."""
+    names = {"embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier"}
+    names |= {name: name for name in ("residual_multiplier", "logits_scaling")}
+    fields: Fields = {name: positive_number(config, key) for name, key in names.items()}
+    width = config["head_dim"] or size(config, "hidden_size") // size(config, "num_attention_heads")
+    return fields if fields["attention_scale"] != width**-0.5 else {**fields, "attention_scale": None}
+
+
+def _write_multipliers(model: Config, own: Config) -> Fields:
+    width = model.get("head_dim", model["hidden_size"] // model["num_attention_heads"])
+    return {
+        "embedding_multiplier": own["embedding_scale"],
+        "attention_multiplier": own["attention_scale"] or width**-0.5,
+        "residual_multiplier": own["residual_multiplier"],
+        "logits_scaling": own["logits_scaling"],
+    }
+
+
+def _rotated_layers(config: Config) -> list[int]:
+    """SmolLM3's ``no_rope_layers``: 1 for each layer that is rotated, in spite of the name."""
+    layers, rotated = size(config, "num_hidden_layers"), config["no_rope_layers"]
+    if rotated is None:
+        every = size(config, "no_rope_layer_interval")
+        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) != layers or any(each not in (0, 1) for each in rotated):
+        raise CorruptError(f"config.json: no_rope_layers must have 0 or 1 for each of {layers} layers")
+    return [int(each) for each in rotated]
+
+
+def _unrotated(rotated: list[int]) -> Fields:
+    return {} if all(rotated) else {"no_rope_freq": [1 - each for each in rotated]}
+
+
+def _write_rotated_layers(model: Config, own: Config) -> Fields:
+    return {"no_rope_layers": [1 - each for each in own["no_rope_freq"] or [0] * model["num_layers"]]}
+
+
+def _full_layers_unrotated(config: Config) -> Fields:
+    """EXAONE 4 with a window: layers without the window are not rotated."""
+    if config["sliding_window"] is None:
+        return {}
+    layers = range(size(config, "num_hidden_layers"))
+    types = config["layer_types"] or [periodic_pattern(config, layer) for layer in layers]
+    return _unrotated([int(each == SLIDING) for each in types]) if isinstance(types, list) else {}
+
+
+def _write_full_layers_unrotated(model: Config, own: Config) -> Fields:
+    types = model.get("layer_types") or [SLIDING] * model["num_layers"]
+    needed = {} if model.get("sliding_window") is None else _unrotated([int(each == SLIDING) for each in types])
+    if own["no_rope_freq"] != needed.get("no_rope_freq"):
+        raise UnsupportedError(f"no_rope_freq {short_repr(own['no_rope_freq'])}: must be 1 in layers without a window")
+    return {}
+
+
 def _copied(*names: str) -> KeyGroup:
     """Keys that have the names and values of the model's fields: positive numbers, or null."""
     return KeyGroup(
@@ -200,6 +255,9 @@ KEY_GROUPS: Mapping[str, KeyGroup] = {
         write=lambda _model, own: {"use_qk_norm": own["qk_norm"] is not None},
         fields=lambda config: {"qk_norm": "head" if config["use_qk_norm"] else None},
     ),
+    "multipliers": KeyGroup(write=_write_multipliers, fields=_multiplier_fields),
+    "no_rope_layers": KeyGroup(write=_write_rotated_layers, fields=lambda config: _unrotated(_rotated_layers(config))),
+    "full_layers_without_rotation": KeyGroup(write=_write_full_layers_unrotated, fields=_full_layers_unrotated),
     "rotary_dim": KeyGroup(write=_write_rotary_dim, fields=lambda _config: {}),
     "query_pre_attn_scalar": KeyGroup(write=_write_attention_scalar, fields=_attention_scalar_fields),
     "softcaps": _copied("attn_logit_softcapping", "final_logit_softcapping"),
@@ -217,12 +275,14 @@ class WindowRules:
         required: whether a model without one is another architecture.
         switch: whether ``use_sliding_window`` turns it on.
         pattern: the type of each layer where ``layer_types`` is not given, of a configuration and a layer's number.
+        absent: the window that is written where no layer has it.
     """
 
     everywhere: bool = False
     required: bool = False
     switch: bool = False
     pattern: Callable[[Config, int], str] = lambda _config, _layer: FULL
+    absent: int | None = DEFAULT_WINDOW
 
     def fields(self, config: Config, layers: int, positions: int) -> Fields:
         """``sliding_window`` and ``layer_types`` of a model, where it has them.
@@ -265,7 +325,7 @@ class WindowRules:
             own = {"use_sliding_window": window is not None} if self.switch else {}
             return {**own, "sliding_window": window}
         types = model.get("layer_types") or [FULL if window is None else SLIDING] * layers
-        keys: Fields = {"sliding_window": window or DEFAULT_WINDOW, "layer_types": types}
+        keys: Fields = {"sliding_window": window or self.absent, "layer_types": types}
         if self.switch:
             # Releases of transformers without layer_types read the number of layers before the first window.
             first = types.index(SLIDING) if SLIDING in types else layers
@@ -294,6 +354,11 @@ def periodic_pattern(config: Config, layer: int) -> str:
 def qwen_pattern(config: Config, layer: int) -> str:
     """Qwen 2's and 3's type of a layer: sliding from ``max_window_layers`` on."""
     return SLIDING if layer >= config["max_window_layers"] else FULL
+
+
+def smollm3_pattern(config: Config, layer: int) -> str:
+    """SmolLM3's type of a layer: those without rotation are sliding."""
+    return FULL if _rotated_layers(config)[layer] else SLIDING
 
 
 def qwen2_moe_pattern(config: Config, layer: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from ..io.errors import UnsupportedError
 from ..maps.decoder_fields import GATED, LLAMA, decoder_fields, family_fields
 from .config_keys import size
-from .decoder_keys import KEY_GROUPS, WindowRules, periodic_pattern, qwen2_moe_pattern, qwen_pattern
+from .decoder_keys import KEY_GROUPS, WindowRules, periodic_pattern, qwen2_moe_pattern, qwen_pattern, smollm3_pattern
 from .decoder_rotary import (
     FULL,
     SLIDING,
@@ -232,6 +232,30 @@ DECODERS: Mapping[str, Decoder] = {
         rotary=RotaryRules(local_base="rope_theta"),
         local_rotary=True,
     ),
+    "exaone4": Decoder(
+        map="olmo2",
+        name="Exaone4",
+        fields={"norm_placement": ("post",), "qk_norm": ("head",)},
+        free=("no_rope_freq",),
+        keys=("full_layers_without_rotation",),
+        windows=WindowRules(pattern=periodic_pattern, absent=None),
+    ),
+    "smollm3": Decoder(
+        map="llama",
+        name="SmolLM3",
+        fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+        free=("no_rope_freq",),
+        keys=("attention_bias", "mlp_bias", "no_rope_layers"),
+        windows=WindowRules(switch=True, pattern=smollm3_pattern),
+        config={"pad_token_id": None},
+    ),
+    "granite": Decoder(
+        map="llama",
+        name="Granite",
+        fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+        free=("embedding_scale", "attention_scale", "residual_multiplier", "logits_scaling"),
+        keys=("attention_bias", "mlp_bias", "multipliers"),
+    ),
     "olmoe": Decoder(
         map="qwen3_moe",
         name="Olmoe",
@@ -373,7 +397,7 @@ def unlike_decoder(model: Config, decoder: Decoder) -> dict[str, tuple[Any, Any]
     if model["activation"] != decoder.activation:
         unlike["activation"] = (model["activation"], decoder.activation)
     scale = math.sqrt(model.get("hidden_size", 0)) if decoder.scales_embedding else 1.0
-    if not math.isclose(own["embedding_scale"], scale, rel_tol=1e-6):
+    if "embedding_scale" not in decoder.free and not math.isclose(own["embedding_scale"], scale, rel_tol=1e-6):
         unlike["embedding_scale"] = (own["embedding_scale"], scale)
     unlike |= _unlike_experts(model, decoder) if model.get("num_experts") and decoder.experts else {}
     if bool(model.get("num_experts")) != decoder.experts:

@@ -90,6 +90,16 @@ LATENT = {key: value for key, value in DEEPSEEK.items() if key.endswith(("_rank"
 ROUTED = {key: value for key, value in DEEPSEEK.items() if key not in {*SIZES, *LATENT}} | {"norm_topk_prob": True}
 NEWER = {
     "olmo3": ("Olmo3ForCausalLM", {**GROUPED, "num_hidden_layers": 4, "sliding_window": 5}),
+    "exaone4": ("Exaone4ForCausalLM", {**GROUPED, "num_hidden_layers": 4, "sliding_window": 5}),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {**GROUPED, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        {**GROUPED, "embedding_multiplier": 3.0, "attention_multiplier": 0.4}
+        | {"residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
     "olmoe": ("OlmoeForCausalLM", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     "ministral": ("MinistralForCausalLM", {**GROUPED, **WINDOWS}),
     "seed_oss": ("SeedOssForCausalLM", {**GROUPED, "head_dim": 8}),

@@ -60,6 +60,12 @@ ROUTED |= {"norm_topk_prob": True}
 YARN_IN_FULL = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
 NEWER = {
     "olmo3": ("Olmo3", {**LOCAL, "num_hidden_layers": 4, "rope_parameters": YARN_IN_FULL}),
+    "exaone 4": ("Exaone4", {**LOCAL, "num_hidden_layers": 4}),
+    "smollm3": ("SmolLM3", {**LOCAL, "num_hidden_layers": 4, "use_sliding_window": True}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    ),
     "olmoe": ("Olmoe", EXPERTS),
     "ministral": ("Ministral", {**LOCAL, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
     "seed_oss": ("SeedOss", {"head_dim": 16}),
