@@ -11,6 +11,7 @@ from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, encode_json
 from ..formats.choices import ReadOptions, WriteOptions
+from ..huggingface.config_keys import key_table
 from ..huggingface.deepseek import prediction_layers
 from ..huggingface.files import (
     DTYPE_NAMES,
@@ -26,6 +27,7 @@ from ..huggingface.files import (
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
+from ..huggingface.text_part import is_head, text_tensors
 from ..huggingface.tokenizer import copied_tokenizer, token_id_keys, tokenizer_folder, tokenizer_names
 from ..io.errors import UnsupportedError, errors_of, short_names
 from ..io.files import read_file
@@ -59,8 +61,15 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
     stored = read_config(directory)
     # The output has plain weights, so its configuration must not describe quantized ones.
     config = {key: value for key, value in stored.items() if key != QUANTIZATION_KEY}
+    with_images = raw_type(directory) in key_table()["with_images"]
+    if with_images:
+        # Stated twice, with different defaults by release.
+        config["tie_word_embeddings"] = not any(map(is_head, read_tensors(directory, quantized=True)))
     model = model_from_config(config, directory / "config.json", options)
     tensors, computed = _tensors(directory, stored, model, options)
+    if with_images:
+        tensors, remark = text_tensors(tensors)
+        computed = [*computed, remark]
     if options.adapters:
         config, model = _with_added_rows(config, model, tensors, options)
     further = prediction_layers(config, set(tensors))
@@ -221,7 +230,7 @@ def _types(mapped: Sequence[MappedTensor]) -> list[str]:
 
 HUGGING_FACE = CheckpointFormat(
     name="hf",
-    description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo 2, Phi, GPT-OSS, DeepSeek)",
+    description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo, Phi, DeepSeek, GLM, ...)",
     marker="config.json",
     detect=lambda path: (path / "config.json").is_file(),
     read=read_hf,

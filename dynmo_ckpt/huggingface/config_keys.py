@@ -112,7 +112,7 @@ def _unknown_type(config: Config) -> str:
     refused: Mapping[str, Sequence[str]] = key_table()["refused"]
     if own in refused:
         lacks, near = refused[own]
-        return f"model_type {own}: DynMo's models have no {lacks}; the nearest one that is supported is {near}"
+        return f"model_type {own}: DynMo's models lack {lacks}; the nearest one that is supported is {near}"
 
     def likeness(name: str) -> tuple[int, float]:
         """Shared keys less keys without a rule; then the likeness of the names."""

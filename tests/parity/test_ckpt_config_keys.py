@@ -234,6 +234,15 @@ def test_key_table_every_key_that_is_read_is_mapped(kind):
     assert set(key_table()["model_types"][kind]["mapped"]) - optional <= read
 
 
+def test_key_table_refused_family_names_what_is_missing_and_the_nearest_one():
+    keys = key_table()
+    assert not keys["refused"].keys() & keys["model_types"].keys()
+    for kind, (lacks, near) in keys["refused"].items():
+        with pytest.raises(UnsupportedError, match=f"model_type {kind}: .* lack {re.escape(lacks)}; .* is {near}"):
+            complete_config({"model_type": kind})
+        assert near in keys["model_types"]
+
+
 @table(
     ("kind", "changes", "message"),
     [

@@ -272,6 +272,46 @@ def test_decoder_to_native_and_back_computes_the_same(tmp_path, name):
         torch.testing.assert_close(trainer_logits(tmp_path / "native", ids), model(ids).logits, rtol=0, atol=1e-4)
 
 
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2}
+QWEN_VISION |= {"out_hidden_size": 48, "patch_size": 4, "spatial_merge_size": 1}
+# Models of images and text: the configurations of both parts.
+WITH_IMAGES = {
+    "Gemma3": ({"head_dim": 16, **LOCAL}, VISION),
+    "Mistral3": ({"model_type": "mistral", "head_dim": 16}, VISION),
+    "Llava": ({"model_type": "llama"}, {**VISION, "model_type": "clip_vision_model"}),
+    "Qwen2VL": ({"rope_parameters": SECTIONS}, QWEN_VISION),
+    "Qwen2_5_VL": ({"rope_parameters": SECTIONS}, {**QWEN_VISION, "fullatt_block_indexes": [0]}),
+    "Qwen3VL": ({"rope_parameters": SECTIONS}, {**QWEN_VISION, "deepstack_visual_indexes": [0]}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "Gemma3" else pytest.mark.complete) for name in WITH_IMAGES]
+)
+def test_text_part_of_a_model_with_images_computes_the_same_on_text(tmp_path, name):
+    text, vision = WITH_IMAGES[name]
+    config = getattr(transformers, f"{name}Config")(text_config={**SIZES, **text}, vision_config=vision)
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(tmp_path / "theirs")
+    output = convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
+    assert "tensors of images are left out" in output
+    convert(str(tmp_path / "native"), str(tmp_path / "back"), "--to", "hf")
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    ids = torch.arange(40)[None] % 90
+    with torch.no_grad():
+        torch.testing.assert_close(alone(ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-5)
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    own = {value.numpy().tobytes() for value in stored.values()}
+    assert all(value.numpy().tobytes() in own for value in load_file(tmp_path / "back" / "model.safetensors").values())
+
+
 def trainer_logits(native, ids: torch.Tensor) -> torch.Tensor:
     """The logits that the trainer's model computes from a native checkpoint of one rank."""
     manifest = json.loads((native / "manifest.json").read_text())
