@@ -74,7 +74,10 @@ def rotary_fields(config: Config, positions: int, rules: RotaryRules) -> dict[st
     if fraction is None and config.get("rotary_dim"):
         fraction = _positive(config["rotary_dim"], "rotary_dim") / config["head_dim"]
     if not rules.fraction and fraction not in (None, 1):
-        raise UnsupportedError("partial_rotary_factor: DynMo rotates complete heads only; it must be 1")
+        raise UnsupportedError(
+            f"partial_rotary_factor = {short_repr(fraction)}: transformers ignores it for this model_type and rotates "
+            "complete heads, other programs do not; state 1 in a copy of config.json where that is meant"
+        )
     if fraction is not None and not 0 < _positive(fraction, "partial_rotary_factor") <= 1:
         raise CorruptError(f"config.json: partial_rotary_factor must be at most 1, found {short_repr(fraction)}")
     base = rope.pop("rope_theta", config["rope_theta"])

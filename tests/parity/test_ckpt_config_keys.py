@@ -343,6 +343,26 @@ def test_convert_of_hf_input_with_dropped_tensors_compares_the_logits(run, tmp_p
     assert "logits of input and output differ by" in messages
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_convert_decoder_with_the_head_of_a_task(run, tmp_path, tied):
+    """Its head is left out where --drop says so; without an output layer, the embedding is that."""
+    import transformers as tf
+
+    config = tf.LlamaConfig(**SIZES, num_labels=3, tie_word_embeddings=tied, pad_token_id=0)
+    made = tf.LlamaForSequenceClassification(config)
+    made.save_pretrained(tmp_path / "hf")
+    message = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native", code=5)
+    assert "a LlamaForSequenceClassification: DynMo's decoders have no such head; --drop 'score.*'" in message
+    drop = ("--drop", "score.*")
+    assert "that of the output is the embedding" in run(
+        "convert", tmp_path / "hf", tmp_path / "native", "--to", "native", *drop
+    )
+    run("convert", tmp_path / "native", tmp_path / "back", "--to", "hf")
+    back = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert back.config.tie_word_embeddings
+    assert all(torch.equal(back.model.state_dict()[name], value) for name, value in made.model.state_dict().items())
+
+
 def test_hf_logits_output_with_unexpected_tensors_is_refused(tmp_path):
     save(tmp_path / "hf", "gpt2")
     as_torch_file(tmp_path / "hf", {"score.weight": torch.ones(2, 16)})
