@@ -113,11 +113,11 @@ def _task_head(directory: Path, config: Mapping[str, Any], options: ReadOptions)
     if not name.endswith(TASKS) or config.get("model_type") not in (*DECODERS, *DEEPSEEKS, "gpt2"):
         return ""
     heads = [each for each in read_tensors(directory, quantized=True) if each.split(".")[0] in TASK_MODULES]
-    kept = [each for each in heads if not any(fnmatchcase(each, pattern) for pattern in options.drop)]
-    if kept:
+    remaining = [each for each in heads if not any(fnmatchcase(each, pattern) for pattern in options.drop)]
+    if remaining:
         raise UnsupportedError(
-            f"{directory}: a {name}: DynMo's decoders have no such head; --drop '{kept[0].split('.')[0]}.*' leaves "
-            f"{short_names(kept)} out and converts the language model, whose output layer is then its embedding"
+            f"{directory}: a {name}: DynMo's decoders have no such head; --drop '{remaining[0].split('.')[0]}.*' leaves "
+            f"{short_names(remaining)} out and converts the language model, whose output layer is then its embedding"
         )
     return name
 

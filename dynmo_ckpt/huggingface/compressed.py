@@ -139,7 +139,7 @@ def _float4(module: str, words: Tensor, scale: Tensor, divisor: Tensor | None, d
     if not fits or (2 * half) % groups or (divisor is not None and (divisor.dtype, divisor.shape) != ("F32", (1,))):
         raise CorruptError(
             f"{short_name(module)}: packed {words.dtype} {list(words.shape)} and scales {scale.dtype} "
-            f"{list(scale.shape)}{'' if divisor is None else ' with a global one'} are no float4 weight"
+            f"{list(scale.shape)}{'' if divisor is None else ' with a global one'} do not fit a float4 weight"
         )
     scales = as_bytes(scale)
     compute = Float4Rows(packed=words, scale=scales, divisor=divisor, dtype=dtype or "BF16")

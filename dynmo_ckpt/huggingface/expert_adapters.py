@@ -2,7 +2,7 @@
 
 For E experts and the rank r, ``A`` ``[E r, in]`` has the rows of an expert together and ``B`` ``[out, r E]`` has its
 columns alternate; expert e adds ``s B_e A_e``. Gate and up are one parameter of ``out = 2 F`` rows. Releases of peft
-differ in which dimension is ``in``; shapes tell both, and which parameter a nested adapter belongs to.
+differ in which dimension is ``in``; it follows from the shapes, as does the parameter of a nested adapter.
 
 Shapes: H hidden, F inner size of an expert.
 """
@@ -33,7 +33,7 @@ def expert_rank(base: Mapping[str, Tensor], module: str, down: Tensor) -> float:
     Args:
         base: tensors of the model, by name.
         module: of the adapter.
-        down: its ``A``.
+        down: its ``A``, ``[E r, in]``.
     """
     return down.shape[0] / _count(base, module)
 

@@ -34,7 +34,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         config: the contents of a ``config.json``.
 
     Raises:
-        CorruptError: ``text_config`` is no object.
+        CorruptError: ``text_config`` is not an object.
     """
     if not has_images(config):
         return config
@@ -61,7 +61,7 @@ def text_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]
     """The tensors of the text part under the names of a model of text alone, and a remark about the others.
 
     Args:
-        tensors: of a model of images and text, by name.
+        tensors: of a model of images and text, by name, of any shape.
     """
     found: dict[str, Tensor] = {}
     others = []

@@ -234,7 +234,7 @@ def test_key_table_every_key_that_is_read_is_mapped(kind):
     assert set(key_table()["model_types"][kind]["mapped"]) - optional <= read
 
 
-def test_key_table_refused_family_names_what_is_missing_and_the_nearest_one():
+def test_key_table_refused_family_names_what_is_missing():
     keys = key_table()
     assert not keys["refused"].keys() & keys["model_types"].keys()
     for kind, (lacks, near) in keys["refused"].items():
@@ -345,7 +345,7 @@ def test_convert_of_hf_input_with_dropped_tensors_compares_the_logits(run, tmp_p
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_convert_decoder_with_the_head_of_a_task(run, tmp_path, tied):
-    """Its head is left out where --drop says so; without an output layer, the embedding is that."""
+    """Its head is left out with --drop; without an output layer, the embedding is that."""
     import transformers as tf
 
     config = tf.LlamaConfig(**SIZES, num_labels=3, tie_word_embeddings=tied, pad_token_id=0)

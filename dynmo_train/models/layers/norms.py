@@ -104,7 +104,7 @@ class Multiplied(nn.Module):
         self.factor = factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` times the factor."""
+        """``x`` ``[...]`` times the factor."""
         return x * self.factor
 
 

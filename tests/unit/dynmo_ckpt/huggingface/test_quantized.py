@@ -359,7 +359,7 @@ def packed_words(integers, bits):
 
 @table("bits", [4, 8])
 @table("in_order", [True, False])
-def test_zero_points_are_subtracted_and_inputs_have_the_groups_of_their_index(tmp_path, bits, in_order):
+def test_zero_points_are_subtracted_and_inputs_have_groups_by_index(tmp_path, bits, in_order):
     """compressed-tensors 0.20.1 decompresses the same numbers (without an index, which older releases write)."""
     torch.manual_seed(0)
     # More rows than are computed at a time.
@@ -403,7 +403,7 @@ def test_float4_weights_are_codes_times_the_scales_of_groups(tmp_path, layout):
     found = plain(write(tmp_path / "in", tensors, {**of_group(num_bits=4), "format": layout}, dtype="float32"))
     expected = numbers_of[codes.long()] * scale.repeat_interleave(64 // scale.shape[1], 1)
     assert np.array_equal(found["a.weight"], expected.numpy())
-    with pytest.raises(CorruptError, match="no float4 weight"):
+    with pytest.raises(CorruptError, match="do not fit a float4 weight"):
         plain(write(tmp_path / "in", {**tensors, "a.weight_scale": torch.ones(95, 4)}, of_group(), dtype="float32"))
 
 
