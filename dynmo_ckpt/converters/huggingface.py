@@ -116,8 +116,9 @@ def _task_head(directory: Path, config: Mapping[str, Any], options: ReadOptions)
     remaining = [each for each in heads if not any(fnmatchcase(each, pattern) for pattern in options.drop)]
     if remaining:
         raise UnsupportedError(
-            f"{directory}: a {name}: DynMo's decoders have no such head; --drop '{remaining[0].split('.')[0]}.*' leaves "
-            f"{short_names(remaining)} out and converts the language model, whose output layer is then its embedding"
+            f"{directory}: a {name}: DynMo's decoders have no such head; --drop '{remaining[0].split('.')[0]}.*' "
+            f"leaves {short_names(remaining)} out and converts the language model, "
+            "whose output layer is then its embedding"
         )
     return name
 
