@@ -6,6 +6,7 @@ The table ``maps/config_keys.json`` has, for each ``model_type``:
 * ``aliases``: second names of mapped keys, which transformers reads too;
 * ``needs``: keys that change the computation, with the values that DynMo's models implement;
 * ``irrelevant``: keys that change no logit, by reason;
+* ``lacks``: values of keys that select a variant, with what DynMo's models lack for it;
 * ``like``: a ``model_type`` whose keys it has, too; its own lists have precedence, and ``without`` leaves keys out.
 
 ``model_type_aliases`` has other names of a ``model_type``, whose code computes the same. ``refused`` has what DynMo's
@@ -73,6 +74,9 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
     kind = table["model_types"].get(str(config.get("model_type")))
     if kind is None:
         raise UnsupportedError(_unknown_type(config))
+    for key, reasons in kind.get("lacks", {}).items():
+        if (value := str(config.get(key))) in reasons:
+            raise UnsupportedError(f"{key} {value}: DynMo's models lack {reasons[value]}")
     mapped: Mapping[str, Any] = kind["mapped"]
     aliases: Mapping[str, str] = kind.get("aliases", {})
     found = {

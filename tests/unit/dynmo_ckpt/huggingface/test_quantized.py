@@ -61,7 +61,8 @@ def test_fp8_blocks_equal_those_of_transformers(tmp_path, dtype, scale_type):
 def test_fp8_partial_blocks_at_the_edges_have_their_own_scales(tmp_path):
     torch.manual_seed(0)
     weight, scale = torch.randn(300, 203).to(torch.float8_e4m3fn), torch.rand(3, 2)
-    config = {**FP8, "weight_block_size": [128, 128]}
+    # MiniMax-M2 has the type of torch as name of the format.
+    config = {**FP8, "weight_block_size": [128, 128], "fmt": "float8_e4m3fn"}
     write(tmp_path / "in", {"a.weight": weight, "a.weight_scale_inv": scale}, config, dtype="float32")
     expected = weight.float()
     for i in range(300):
