@@ -39,31 +39,31 @@ app = command_line(
 
 
 @app.command()
+@grouped
 def info(
     path: options.Input,
-    step: options.Step = None,
+    reading: options.RecordedOptions,
     tensors: Annotated[
         str | None, typer.Option(help="List the tensors whose name matches this shell pattern, such as 'layers.0.*'.")
     ] = None,
-    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Show run, model, partition, pruning, tensors and files of a checkpoint. Reads no tensor's bytes.
 
     A checkpoint of another format is shown under DynMo's names.
     """
-    from ..converters.registry import detect, open_and_report
+    from ..converters.registry import check_options, detect, open_and_report
     from ..native.checkpoint import find_checkpoint, load_manifest
     from ..operations.info import stored_files, summarize, summary_rows, tensor_rows
 
-    found = detect(path)
+    found, read = detect(path), reading.read_options(headers_only=True)
     if found.name == "native":  # the manifest is enough; opening would read the header of every shard
-        directory, remarks = find_checkpoint(path, step)
+        check_options(path, found, read)
+        directory, remarks = find_checkpoint(path, read.step)
         manifest = load_manifest(directory)
         for remark in remarks:
             print_message(remark)
     else:
-        read = ReadOptions(step=step, headers_only=True, ignore_config=tuple(ignore_config or ()))
         checkpoint = open_and_report(path, found.name, read)
         directory, manifest = path, {**checkpoint.manifest, "files": stored_files(checkpoint)}
     summary = summarize(str(directory), manifest, None if found.name == "native" else found.name)
@@ -105,9 +105,10 @@ def formats(report: options.Report = Format.TEXT) -> None:
 
 
 @app.command()
+@grouped
 def verify(
     path: options.Input,
-    step: options.Step = None,
+    reading: options.RecordedOptions,
     level: Annotated[
         VerifyLevel,
         typer.Option(
@@ -131,7 +132,6 @@ def verify(
     logits_atol: Annotated[
         float, typer.Option(min=0, help="Largest difference of a logit that counts as equal.")
     ] = 1e-4,
-    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Verify a checkpoint of any format and print every finding. Exit code 0: no findings; 1: findings.
@@ -141,16 +141,17 @@ def verify(
     from ..io.errors import EXIT_DIFFERENCE
     from ..operations.verify import verify_checkpoint
 
-    directory, findings, remarks = verify_checkpoint(path, step, level, tuple(ignore_config or ()))
+    read = reading.read_options()
+    directory, findings, remarks = verify_checkpoint(path, read, level)
     for remark in remarks:
         print_message(remark)
     if against is not None and not findings:
-        differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol, step, ignore_config)
+        differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol, read)
         findings += [f"{each['name']}: {each['message']}" for each in differing]
     # Not after a finding: damaged bytes are the cause, and logits would only repeat it.
     logits = None
     if hf_logits is not None and not findings:
-        logits = _logits(directory, hf_logits, step, ignore_config)
+        logits = _logits(directory, hf_logits, read)
         if not logits["max_abs"] <= logits_atol:
             findings.append(f"logits differ by {logits['max_abs']:.3g}; the limit is {logits_atol:.3g}")
     if report is Format.JSON:
@@ -164,28 +165,26 @@ def verify(
         raise typer.Exit(EXIT_DIFFERENCE)
 
 
-def _logits(
-    directory: Path, hf_directory: Path, step: int | None, ignore_config: options.IgnoreConfig
-) -> dict[str, Any]:
+def _logits(directory: Path, hf_directory: Path, read: ReadOptions) -> dict[str, Any]:
     from ..converters.registry import open_and_report
     from ..operations.logits import hf_difference
 
-    read = ReadOptions(step=step, ignore_config=tuple(ignore_config or ()))
     found = hf_difference(open_and_report(directory, AUTO, read), hf_directory)
     print_message(f"logits of {found['tokens']} tokens differ by at most {found['max_abs']:.3g}")
     return found
 
 
 @app.command()
+@grouped
 def diff(
     left: options.Input,
     right: options.Other,
+    reading: options.FactOptions,
     atol: options.Atol = 0.0,
     with_optimizer: options.WithOptimizer = False,
     html: Annotated[
         Path | None, typer.Option("--html", help="HTML file to write statistics of every tensor to.")
     ] = None,
-    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Compare two checkpoints of any formats and topologies, tensor by tensor. Exit code 1: they differ.
@@ -199,8 +198,9 @@ def diff(
     if html is not None and html.exists() and html.suffix not in (".html", ".htm"):
         raise UsageError(f"--html {html}: exists and is not a page; choose a name that ends in .html")
     roles = ("parameter", "buffer", "mask", *(("optimizer",) if with_optimizer else ()))
-    found = _differences(left, right, roles, atol, ignore_config=ignore_config)
-    listed = {} if html is None else {"tensors": _write_page(html, left, right, roles, atol, found, ignore_config)}
+    read = reading.read_options()
+    found = _differences(left, right, roles, atol, read)
+    listed = {} if html is None else {"tensors": _write_page(html, left, right, roles, atol, found, read)}
     if report is Format.JSON:
         # JSON has no infinity, which is the difference of a number and NaN.
         rows = [{**each, "max_abs": each["max_abs"] if math.isfinite(each["max_abs"]) else None} for each in found]
@@ -228,18 +228,17 @@ def _write_page(
     roles: tuple[str, ...],
     atol: float,
     found: list[dict[str, Any]],
-    ignore_config: options.IgnoreConfig,
+    read: ReadOptions,
 ) -> list[Any]:
     """Write the page of ``diff --html``; returns the statistics of the tensors."""
     from .._common.document import write_whole
     from .._common.report.page import encoded
-    from ..converters.registry import open_checkpoint
+    from ..converters.registry import open_sides
     from ..io.errors import StorageError
     from ..operations.compare import Difference
     from ..operations.statistics import as_json, diff_page, statistics
 
-    read = ReadOptions(ignore_config=tuple(ignore_config or ()))
-    sides = [open_checkpoint(path, AUTO, read)[0] for path in (left, right)]
+    sides = [checkpoint for checkpoint, _ in open_sides(left, right, read)]
     total = sum(content.num_bytes for content in sides[0].tensors.values())
     with progress("statistics", total / 1e6, "MB") as tick:
         listed = list(statistics(sides[0], sides[1], roles, tick))
@@ -257,17 +256,16 @@ def _differences(
     right: Path,
     roles: tuple[str, ...],
     atol: float,
-    step: int | None = None,
-    ignore_config: options.IgnoreConfig = None,
+    read: ReadOptions,
 ) -> list[dict[str, Any]]:
-    from ..converters.registry import open_and_report
+    from ..converters.registry import open_sides
     from ..operations.compare import differences
 
-    ignored = tuple(ignore_config or ())
-    sides = [
-        open_and_report(path, AUTO, ReadOptions(step=number, ignore_config=ignored))
-        for path, number in ((left, step), (right, None))
-    ]
+    sides = []
+    for checkpoint, remarks in open_sides(left, right, read):
+        for remark in remarks:
+            print_message(remark)
+        sides.append(checkpoint)
     total = sum(content.num_bytes for content in sides[0].tensors.values())
     with progress("compare", total / 1e6, "MB") as tick:
         return [asdict(each) for each in differences(sides[0], sides[1], roles, atol, tick)]

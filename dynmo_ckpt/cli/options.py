@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -268,17 +268,38 @@ class TopologyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedOptions:
-    """What ``merge``, ``split`` and ``reshard`` read of a checkpoint."""
+class FactOptions:
+    """Facts that the files of a checkpoint do not record, and what is left out of them."""
 
     PANEL: ClassVar[str] = "Reading"
 
-    step: Step = None
+    vocab_size: VocabSize = None
+    num_attention_heads: NumHeads = None
+    config: ModelConfig = None
+    drop: Drop = None
     ignore_config: IgnoreConfig = None
 
-    def read_options(self) -> ReadOptions:
+    def read_options(self, *, headers_only: bool = False) -> ReadOptions:
         """The same options without the command line."""
-        return ReadOptions(step=self.step, ignore_config=tuple(self.ignore_config or ()))
+        return ReadOptions(
+            headers_only=headers_only,
+            vocab_size=self.vocab_size,
+            num_attention_heads=self.num_attention_heads,
+            config=self.config,
+            drop=tuple(self.drop or ()),
+            ignore_config=tuple(self.ignore_config or ()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedOptions(FactOptions):
+    """The same, of a step of a run."""
+
+    step: Step = None
+
+    def read_options(self, *, headers_only: bool = False) -> ReadOptions:
+        """The same options without the command line."""
+        return replace(super().read_options(headers_only=headers_only), step=self.step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, encode_json
 from ..formats.choices import ReadOptions, WriteOptions
+from ..huggingface.config_keys import key_table
+from ..huggingface.decoders import DECODERS
+from ..huggingface.deepseek import KINDS as DEEPSEEKS
 from ..huggingface.deepseek import prediction_layers
 from ..huggingface.files import (
     DTYPE_NAMES,
@@ -26,6 +30,7 @@ from ..huggingface.files import (
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
+from ..huggingface.text_part import is_head, text_tensors
 from ..huggingface.tokenizer import copied_tokenizer, token_id_keys, tokenizer_folder, tokenizer_names
 from ..io.errors import UnsupportedError, errors_of, short_names
 from ..io.files import read_file
@@ -40,6 +45,9 @@ from .registry import CheckpointFormat
 QUANTIZATION_KEY = "quantization_config"
 MAX_SHARD_BYTES = 5_000_000_000
 RENAMED = "the names of wrappers, such as module. and _orig_mod., are removed"
+# Classes of decoders with the head of a task, and the names of such heads.
+TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel")
+TASK_MODULES = ("score", "classifier", "qa_outputs", "v_head", "regression_head")
 NO_TOKENIZER = "none; --tokenizer DIR copies that of a directory"
 
 
@@ -59,8 +67,18 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
     stored = read_config(directory)
     # The output has plain weights, so its configuration must not describe quantized ones.
     config = {key: value for key, value in stored.items() if key != QUANTIZATION_KEY}
+    with_images = raw_type(directory) in key_table()["with_images"]
+    task_head = _task_head(directory, config, options)
+    if with_images or task_head:
+        # Images: stated twice, with different defaults by release. A model of a task has no output layer at all.
+        config["tie_word_embeddings"] = not any(map(is_head, read_tensors(directory, quantized=True)))
     model = model_from_config(config, directory / "config.json", options)
     tensors, computed = _tensors(directory, stored, model, options)
+    if with_images:
+        tensors, remark = text_tensors(tensors)
+        computed = [*computed, remark]
+    if task_head and config["tie_word_embeddings"]:
+        computed = [*computed, f"a {task_head} has no output layer: that of the output is the embedding"]
     if options.adapters:
         config, model = _with_added_rows(config, model, tensors, options)
     further = prediction_layers(config, set(tensors))
@@ -77,9 +95,32 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         source=source_of(config, read_generation_config(directory)),
         untie=options.untie,
     )
-    # Quantized weights have other names too; these are computed anyway.
-    is_renamed = config["model_type"] != raw_type(directory) or computed == [RENAMED] or bool(options.adapters)
+    # Quantized weights have other names too; these are computed anyway. transformers has no language model of a task.
+    is_renamed = (
+        config["model_type"] != raw_type(directory) or RENAMED in computed or bool(options.adapters or task_head)
+    )
     return replace(checkpoint, is_renamed=is_renamed), [*computed, *remarks]
+
+
+def _task_head(directory: Path, config: Mapping[str, Any], options: ReadOptions) -> str:
+    """The class of a decoder with the head of a task, which ``--drop`` leaves out; empty for other models.
+
+    Raises:
+        UnsupportedError: the head is not left out.
+    """
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if not name.endswith(TASKS) or config.get("model_type") not in (*DECODERS, *DEEPSEEKS, "gpt2"):
+        return ""
+    heads = [each for each in read_tensors(directory, quantized=True) if each.split(".")[0] in TASK_MODULES]
+    remaining = [each for each in heads if not any(fnmatchcase(each, pattern) for pattern in options.drop)]
+    if remaining:
+        raise UnsupportedError(
+            f"{directory}: a {name}: DynMo's decoders have no such head; --drop '{remaining[0].split('.')[0]}.*' "
+            f"leaves {short_names(remaining)} out and converts the language model, "
+            "whose output layer is then its embedding"
+        )
+    return name
 
 
 def _tensors(
@@ -221,7 +262,7 @@ def _types(mapped: Sequence[MappedTensor]) -> list[str]:
 
 HUGGING_FACE = CheckpointFormat(
     name="hf",
-    description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo 2, Phi, GPT-OSS, DeepSeek)",
+    description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo, Phi, DeepSeek, GLM, ...)",
     marker="config.json",
     detect=lambda path: (path / "config.json").is_file(),
     read=read_hf,

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._common.console import print_message
 from .._common.document import short_repr
@@ -167,12 +167,7 @@ def open_checkpoint(
     found = detect(path) if name == AUTO else get_format(name, NOT_READ)
     if found.read is None:
         raise UsageError(f"{path}: checkpoints of the format {found.name} can only be written")
-    if options.step is not None and not found.has_steps:
-        raise UsageError(f"{path}: --step selects a step of a run directory; {found.name} checkpoints have one step")
-    unused = [] if found.options is None else sorted(set(OPTIONS) - set(found.options))
-    if field := next((name for name in unused if getattr(options, name) != getattr(DEFAULT_READ, name)), None):
-        remedy = "; convert this checkpoint with --to hf first" if field == "adapters" else ""
-        raise UsageError(f"{path}: {OPTIONS[field]}: has no effect on {found.name} checkpoints; leave it out{remedy}")
+    check_options(path, found, options)
     if not options.optimizer_if_present:
         return found.read(path, options)
     # Only opening shows whether there is a state. A second open is cheap, for no tensor is read.
@@ -182,6 +177,51 @@ def open_checkpoint(
     except NoOptimizerStateError as error:
         checkpoint, remarks = found.read(path, replace(options, with_optimizer=False))
         return checkpoint, [*remarks, str(error)]
+
+
+def check_options(path: Path, found: CheckpointFormat, options: ReadOptions) -> None:
+    """Check that the format of an input has the options that are given.
+
+    Args:
+        path: the input, for messages.
+        found: its format.
+        options: how to read it.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if options.step is not None and not found.has_steps:
+        raise UsageError(f"{path}: --step selects a step of a run directory; {found.name} checkpoints have one step")
+    if field := next(iter(_unused(found, options)), None):
+        remedy = "; convert this checkpoint with --to hf first" if field == "adapters" else ""
+        raise UsageError(f"{path}: {OPTIONS[field]}: has no effect on {found.name} checkpoints; leave it out{remedy}")
+
+
+def _unused(found: CheckpointFormat, options: ReadOptions) -> list[str]:
+    """The fields of options that are given and have no effect on a format."""
+    unused = [] if found.options is None else sorted(set(OPTIONS) - set(found.options))
+    return [name for name in unused if getattr(options, name) != getattr(DEFAULT_READ, name)]
+
+
+def open_sides(left: Path, right: Path, options: ReadOptions) -> list[tuple[NativeCheckpoint, list[str]]]:
+    """Open two checkpoints to compare them, as :func:`open_checkpoint` does; options apply where a format has them.
+
+    Args:
+        left: the first one, of which ``options.step`` selects a step.
+        right: the other one.
+        options: how to read both.
+
+    Raises:
+        UsageError: neither format has an option that is given.
+    """
+    sides = [(left, options), (right, replace(options, step=None))]
+    unused = [_unused(detect(path), read) for path, read in sides]
+    opened = []
+    for (path, read), own, other in zip(sides, unused, reversed(unused), strict=True):
+        # One that no side has is left to the error of opening.
+        plain: dict[str, Any] = {name: getattr(DEFAULT_READ, name) for name in own if name not in other}
+        opened.append(open_checkpoint(path, AUTO, replace(read, **plain)))
+    return opened
 
 
 def open_and_report(source: Path, name: str, options: ReadOptions) -> NativeCheckpoint:

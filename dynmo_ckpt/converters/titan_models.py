@@ -21,7 +21,7 @@ from .._common.document import parse_json
 from ..huggingface.models import architecture_of_model
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..maps.decoder_fields import decoder_fields
-from ..maps.name_map import features
+from ..maps.features import features
 from ..tensors.views import Tensor
 
 # The bias of balancing without a loss, which torchtitan stores for every model with experts by default.

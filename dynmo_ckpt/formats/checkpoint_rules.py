@@ -115,8 +115,9 @@ def _sizes(manifest: Document) -> Iterator[Problem]:
 
 
 def _windows(model: Document) -> Iterator[Problem]:
-    if len(model.get("layer_types", ())) not in (0, model["num_layers"]):
-        yield Problem("model.layer_types", "range", f"must have num_layers {model['num_layers']} entries")
+    for field in ("layer_types", "no_rope_freq"):
+        if len(model.get(field, ())) not in (0, model["num_layers"]):
+            yield Problem(f"model.{field}", "range", f"must have num_layers {model['num_layers']} entries")
     for field in ("layer_types", "local_rotary_base"):
         if field in model and "sliding_window" not in model:
             yield Problem(f"model.{field}", "range", "needs sliding_window, the window of sliding layers")

@@ -3,7 +3,7 @@
 ====================================  ==================================================================
 tensor of an adapter, after a module  effect on the module
 ====================================  ==================================================================
-lora_A, lora_B                        W + s B A; GPT-2's matrices are transposed
+lora_A, lora_B                        W + s B A; GPT-2's matrices are transposed; of all experts: expert_adapters.py
 lora_embedding_A, lora_embedding_B    W + s (B A)^T
 lora_magnitude_vector                 DoRA: the sum is scaled to these norms (of a row; of an embedding's column)
 lora_B.bias                           bias + s bias_B
@@ -32,6 +32,7 @@ from .._common.document import finite_number, short_repr
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..tensors.computed import computed_tensor
 from ..tensors.views import Tensor
+from .expert_adapters import expert_rank, is_expert_module, merged_experts
 from .files import is_conv1d, json_object, safetensors_tensors, torch_tensors
 from .merge_rows import AddedBias, MergedColumns, MergedRows, ReplacedRows
 
@@ -41,7 +42,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 # These change what an adapter computes, in ways that are not merged here.
 REFUSED = (
     *("use_qalora", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config", "use_bdlora"),
-    *("monteclora_config", "velora_config", "megatron_config", "target_parameters"),
+    *("monteclora_config", "velora_config", "megatron_config"),
 )
 IGNORED = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -51,7 +52,7 @@ IGNORED = (
 )
 APPLIED = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias"),
-    *("trainable_token_indices", "init_lora_weights"),
+    *("trainable_token_indices", "init_lora_weights", "target_parameters"),
 )
 # These begin with a product of 0 on the unchanged base. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take their first product
 # out of the base, and peft does so again when it loads the adapter: the adapter fits that changed base alone.
@@ -227,7 +228,9 @@ class _Merge:
             )
         if magnitude is not None and bias is not None:
             raise UnsupportedError(f"{self.adapter.directory}: {short_name(module)}: lora_bias with DoRA is not merged")
-        if parts.keys() == {"lora_A.weight", "lora_B.weight"}:
+        if parts.keys() == {"lora_A.weight", "lora_B.weight"} and is_expert_module(module):
+            self._experts(module, parts["lora_A.weight"], parts["lora_B.weight"])
+        elif parts.keys() == {"lora_A.weight", "lora_B.weight"}:
             self._matrix(module, parts["lora_A.weight"], parts["lora_B.weight"], magnitude)
         elif parts.keys() == {"lora_embedding_A", "lora_embedding_B"}:
             self._embedding(module, parts["lora_embedding_A"], parts["lora_embedding_B"], magnitude)
@@ -238,6 +241,17 @@ class _Merge:
             self._check_shapes(name, base.shape, bias.shape, base.shape)
             compute = AddedBias(base=base, added=bias, scale=self._scale(module))
             self._put(name, computed_tensor(name, base.dtype, base.shape, (base, bias), compute), "added")
+
+    def _experts(self, module: str, down: Tensor, up: Tensor) -> None:
+        base = {**self.base, **self.updates_}
+        expected = _setting(self.adapter.config, "r", module)
+        if expert_rank(base, module, down) != expected:
+            raise CorruptError(
+                f"{self.adapter.directory}: {short_name(module)}: A has {down.shape[0]} rows; must have the rank "
+                f"{expected:g} for each expert"
+            )
+        for name, tensor in merged_experts(base, module, down, up, self._scale(module)):
+            self._put(name, tensor, "added")
 
     def _matrix(self, module: str, down: Tensor, up: Tensor, magnitude: Tensor | None) -> None:
         name, base = self._find(f"{module}.weight")
@@ -291,7 +305,9 @@ class _Merge:
     def _replace(self, name: str, tensor: Tensor) -> None:
         if ".lora_" in name or ".base_layer." in name or ".modules_to_save." in name:
             raise UnsupportedError(f"{self.adapter.directory}: no rule for the tensor {short_name(name)}")
-        if self.tied and _HEADS.search(name) and "lm_head" in name and not self._names(name):
+        trained = self.adapter.config.get("modules_to_save")
+        is_saved = isinstance(trained, list) and any(f".{each}." in f".{name}" for each in trained)
+        if self.tied and _HEADS.search(name) and "lm_head" in name and not is_saved and not self._names(name):
             return  # the copy of the embedding that peft saves after its rows were added
         found, base = self._find(name)
         # A vocabulary that was extended for the training; peft saves all of its rows.
@@ -303,8 +319,6 @@ class _Merge:
             compute = ReplacedRows(base=tensor, rows=None, indices=(), dtype=base.dtype)
             shape = tensor.shape
             tensor = computed_tensor(found, base.dtype, shape, (tensor,), compute)
-        trained = self.adapter.config.get("modules_to_save")
-        is_saved = isinstance(trained, list) and any(f".{each}." in f".{name}" for each in trained)
         # peft keeps the tie of rows that it only adds; of a module that is trained on its own it does not.
         self._put(found, tensor, "replaced", ties=is_grown and not is_saved)
 

@@ -5,9 +5,12 @@ The table ``maps/config_keys.json`` has, for each ``model_type``:
 * ``mapped``: keys that ``models`` reads, each with the default of transformers;
 * ``aliases``: second names of mapped keys, which transformers reads too;
 * ``needs``: keys that change the computation, with the values that DynMo's models implement;
-* ``irrelevant``: keys that change no logit, by reason.
+* ``irrelevant``: keys that change no logit, by reason;
+* ``lacks``: values of keys that select a variant, with what DynMo's models lack for it;
+* ``like``: a ``model_type`` whose keys it has, too; its own lists have precedence, and ``without`` leaves keys out.
 
-``model_type_aliases`` has other names of a ``model_type``, whose code computes the same.
+``model_type_aliases`` has other names of a ``model_type``, whose code computes the same. ``refused`` has what DynMo's
+models lack for others, and the nearest ``model_type``.
 
 An unknown key is refused, as a tensor without a map is: a dropped setting would give a model that computes something
 else, without a message.
@@ -33,9 +36,27 @@ MAX_LAYERS = 100_000
 
 @cache
 def key_table() -> Mapping[str, Any]:
-    """The contents of ``maps/config_keys.json``."""
-    table: Mapping[str, Any] = parse_json(resources.files(maps).joinpath("config_keys.json").read_bytes())
-    return table
+    """The contents of ``maps/config_keys.json``; each ``model_type`` has all of its keys."""
+    table: dict[str, Any] = parse_json(resources.files(maps).joinpath("config_keys.json").read_bytes())
+    types: dict[str, Any] = {}
+    for name, own in table["model_types"].items():
+        # In the order of the table: a type is after the one whose keys it has.
+        types[name] = _with_keys_of(types[own["like"]], own) if "like" in own else own
+    return {**table, "model_types": types}
+
+
+def _with_keys_of(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of a ``model_type`` whose keys are those of ``base`` and its own."""
+    merged: dict[str, Any] = {}
+    stated = {key for name in ("mapped", "needs", "aliases") for key in own.get(name, ())}
+    stated |= {*own.get("without", ()), *irrelevant_keys({"irrelevant": own.get("irrelevant", {})})}
+    for name in ("mapped", "needs", "aliases"):
+        left = {key: value for key, value in base.get(name, {}).items() if key not in stated}
+        merged[name] = left | own.get(name, {})
+    reasons = {reason: [key for key in keys if key not in stated] for reason, keys in base["irrelevant"].items()}
+    for reason, keys in own.get("irrelevant", {}).items():
+        reasons[reason] = [*reasons.get(reason, ()), *keys]
+    return {**merged, "irrelevant": reasons}
 
 
 def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, Any]:
@@ -53,6 +74,9 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
     kind = table["model_types"].get(str(config.get("model_type")))
     if kind is None:
         raise UnsupportedError(_unknown_type(config))
+    for key, reasons in kind.get("lacks", {}).items():
+        if (value := str(config.get(key))) in reasons:
+            raise UnsupportedError(f"{key} {value}: DynMo's models lack {reasons[value]}")
     mapped: Mapping[str, Any] = kind["mapped"]
     aliases: Mapping[str, str] = kind.get("aliases", {})
     found = {
@@ -89,6 +113,10 @@ def _unknown_type(config: Config) -> str:
     """The message for another ``model_type``: the nearest one, what it does not have, and the remedy."""
     types: Mapping[str, Mapping[str, Any]] = key_table()["model_types"]
     own = str(config.get("model_type"))
+    refused: Mapping[str, Sequence[str]] = key_table()["refused"]
+    if own in refused:
+        lacks, near = refused[own]
+        return f"model_type {own}: DynMo's models lack {lacks}; the nearest one that is supported is {near}"
 
     def likeness(name: str) -> tuple[int, float]:
         """Shared keys less keys without a rule; then the likeness of the names."""

@@ -36,12 +36,14 @@ class RotaryRules:
         fraction: whether it rotates a share of each head of ``partial_rotary_factor``.
         default: the scaling of a configuration without one.
         renamed: second names of types.
+        local_base: key of the base of sliding layers, where these have parameters of their own.
     """
 
     types: Sequence[str] = tuple(each for each in ROTARY_FIELDS if each != "longrope")
     fraction: bool = False
     default: Mapping[str, Any] | None = None
     renamed: Mapping[str, str] | None = None
+    local_base: str = "rope_local_base_freq"
 
 
 def rotary_fields(config: Config, positions: int, rules: RotaryRules) -> dict[str, Any]:
@@ -69,8 +71,13 @@ def rotary_fields(config: Config, positions: int, rules: RotaryRules) -> dict[st
         rope |= named
     rope.pop("type", None)
     fraction = rope.pop("partial_rotary_factor", config["partial_rotary_factor"])
+    if fraction is None and config.get("rotary_dim"):
+        fraction = _positive(config["rotary_dim"], "rotary_dim") / config["head_dim"]
     if not rules.fraction and fraction not in (None, 1):
-        raise UnsupportedError("partial_rotary_factor: DynMo rotates complete heads only; it must be 1")
+        raise UnsupportedError(
+            f"partial_rotary_factor = {short_repr(fraction)}: transformers ignores it for this model_type and rotates "
+            "complete heads, other programs do not; state 1 in a copy of config.json where that is meant"
+        )
     if fraction is not None and not 0 < _positive(fraction, "partial_rotary_factor") <= 1:
         raise CorruptError(f"config.json: partial_rotary_factor must be at most 1, found {short_repr(fraction)}")
     base = rope.pop("rope_theta", config["rope_theta"])
@@ -79,7 +86,7 @@ def rotary_fields(config: Config, positions: int, rules: RotaryRules) -> dict[st
 
 
 def local_rotary_fields(config: Config, positions: int, rules: RotaryRules) -> dict[str, Any]:
-    """As :func:`rotary_fields`, of a Gemma 3, which has other parameters in sliding layers.
+    """As :func:`rotary_fields`, of a Gemma 3 or OLMo 3, which have other parameters in sliding layers.
 
     Args:
         config: a configuration with the defaults of transformers.
@@ -97,7 +104,7 @@ def local_rotary_fields(config: Config, positions: int, rules: RotaryRules) -> d
         )
     full, local = ({**(stated.get(name) or {})} for name in (FULL, SLIDING))
     full |= config["rope_scaling"] or {}
-    local.setdefault("rope_theta", config["rope_local_base_freq"])
+    local.setdefault("rope_theta", config[rules.local_base])
     # For parameters of layer types, transformers reads the number of trained positions in them alone.
     own = {**config, "rope_scaling": None, TRAINED: None}
     fields = rotary_fields({**own, "rope_parameters": full}, positions, rules)
@@ -138,7 +145,7 @@ def rotary_config(own: Mapping[str, Any], model: Config, rules: RotaryRules) -> 
 
 
 def local_rotary_config(own: Mapping[str, Any], model: Config, rules: RotaryRules) -> dict[str, Any]:
-    """As :func:`rotary_config`, of a Gemma 3.
+    """As :func:`rotary_config`, of a Gemma 3 or OLMo 3.
 
     Args:
         own: the fields of the model, with defaults.
@@ -151,8 +158,9 @@ def local_rotary_config(own: Mapping[str, Any], model: Config, rules: RotaryRule
     config = rotary_config(own, model, rules)
     full, base = config["rope_parameters"], own["local_rotary_base"]
     local = full if base is None else {"rope_type": "default", "rope_theta": float(base)}
-    both = {"rope_local_base_freq": local["rope_theta"], "rope_parameters": {FULL: full, SLIDING: local}}
-    return {**config, **both}
+    config["rope_parameters"] = {FULL: full, SLIDING: local}
+    # OLMo 3 has no key for another base of sliding layers.
+    return config if rules.local_base == "rope_theta" else {**config, rules.local_base: local["rope_theta"]}
 
 
 def _scaling_of_config(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..io.errors import UnsupportedError
-from ..maps.decoder_fields import LLAMA, decoder_fields
+from ..maps.decoder_fields import GATED, LLAMA, decoder_fields, family_fields
 from .config_keys import size
-from .decoder_keys import KEY_GROUPS, WindowRules, gemma3_pattern, qwen_pattern
+from .decoder_keys import KEY_GROUPS, WindowRules, periodic_pattern, qwen2_moe_pattern, qwen_pattern, smollm3_pattern
 from .decoder_rotary import (
     FULL,
     SLIDING,
@@ -24,6 +24,7 @@ from .decoder_rotary import (
     rotary_config,
     rotary_fields,
 )
+from .deepseek_experts import unlike_experts
 
 Config = Mapping[str, Any]
 Model = dict[str, Any]
@@ -37,7 +38,10 @@ MIXTRAL_ROUTER: Mapping[str, Any] = {
     "moe_router_group_topk": None,
     "moe_router_group_experts": None,
 }
-NO_OR_ALL = ("none", "all")
+# The shared experts that a Mixtral does not have.
+PLAIN_EXPERTS: Mapping[str, Any] = {**MIXTRAL_ROUTER, "moe_shared_ffn_size": 0, "moe_shared_gate": False}
+ASSIGNMENTS = ("balanced", "sinkhorn")
+NO_OR_ALL, NO_OR_QKV = ("none", "all"), ("none", "qkv")
 ROTARY = RotaryRules()
 
 
@@ -53,25 +57,31 @@ class Decoder:
         free: fields that its configuration states, with any value.
         keys: groups of keys of its configuration, of ``KEY_GROUPS``.
         experts: whether its MLPs are experts.
+        router: permitted values of fields of the experts, empty for any; others must be those of a Mixtral.
+        deepseek_experts: whether its experts, shared ones included, are those of a DeepSeek-V3.
         scales_embedding: whether word embeddings are multiplied by the square root of the width.
         windows: which layers have a sliding window; None where it has none.
         rotary: what it reads of rotary positions.
         local_rotary: whether sliding layers have a rotation of their own.
         config: further keys of its configuration.
+        names: its names of keys that others name as a Llama does.
     """
 
     map: str
     name: str
     activation: str = "swiglu"
-    fields: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    fields: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     free: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     experts: bool = False
+    router: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    deepseek_experts: bool = False
     scales_embedding: bool = False
     windows: WindowRules | None = None
     rotary: RotaryRules = ROTARY
     local_rotary: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 GPT_OSS_YARN = {
@@ -84,9 +94,20 @@ GPT_OSS_YARN = {
 }
 _QWEN = WindowRules(switch=True, pattern=qwen_pattern)
 _ALTERNATING = WindowRules(pattern=lambda _config, layer: FULL if layer % 2 else SLIDING)
-_GEMMA: Mapping[str, tuple[Any, ...]] = {"attention_bias": NO_OR_ALL, "normalization": ("rmsnorm_1p",)}
-_SANDWICH: Mapping[str, tuple[Any, ...]] = {**_GEMMA, "norm_placement": ("sandwich",)}
+_GEMMA: dict[str, tuple[Any, ...]] = {"attention_bias": NO_OR_ALL, "normalization": ("rmsnorm_1p",)}
+_SANDWICH: dict[str, tuple[Any, ...]] = {**_GEMMA, "norm_placement": ("sandwich",)}
 _TANH = {"hidden_activation": "gelu_pytorch_tanh"}
+_PRE_SOFTMAX: dict[str, tuple[Any, ...]] = {"moe_router_pre_softmax": ()}
+_SIGMOID: dict[str, tuple[Any, ...]] = {
+    "moe_router_score_function": ("sigmoid",),
+    "moe_router_enable_expert_bias": (True,),
+}
+# The router of DeepSeek-V3, with its groups and shared experts.
+_DEEPSEEK: dict[str, tuple[Any, ...]] = {
+    **_SIGMOID,
+    **dict.fromkeys(("moe_router_topk_scaling_factor", "moe_shared_ffn_size"), ()),
+    **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_experts"), ()),
+}
 DECODERS: Mapping[str, Decoder] = {
     "llama": Decoder(
         map="llama",
@@ -121,8 +142,19 @@ DECODERS: Mapping[str, Decoder] = {
         name="Qwen3Moe",
         fields={"attention_bias": NO_OR_ALL, "qk_norm": ("head",)},
         experts=True,
+        router=_PRE_SOFTMAX,
         keys=("attention_bias", "experts", "expert_size"),
         windows=WindowRules(everywhere=True, switch=True),
+        config={"decoder_sparse_step": 1},
+    ),
+    "qwen2_moe": Decoder(
+        map="qwen2_moe",
+        name="Qwen2Moe",
+        fields={"attention_bias": NO_OR_QKV},
+        experts=True,
+        router={**_PRE_SOFTMAX, "moe_shared_ffn_size": (), "moe_shared_gate": (True,)},
+        keys=("qkv_bias", "experts", "expert_size", "shared_expert"),
+        windows=WindowRules(switch=True, pattern=qwen2_moe_pattern),
         config={"decoder_sparse_step": 1},
     ),
     "gemma": Decoder(
@@ -153,7 +185,7 @@ DECODERS: Mapping[str, Decoder] = {
         free=("attention_scale", "final_logit_softcapping", "local_rotary_base"),
         keys=("attention_bias", "query_pre_attn_scalar", "final_softcap"),
         scales_embedding=True,
-        windows=WindowRules(pattern=gemma3_pattern),
+        windows=WindowRules(pattern=periodic_pattern),
         local_rotary=True,
         config=_TANH,
     ),
@@ -190,9 +222,134 @@ DECODERS: Mapping[str, Decoder] = {
         windows=_ALTERNATING,
         rotary=RotaryRules(default=GPT_OSS_YARN),
     ),
+    "olmo3": Decoder(
+        map="olmo2",
+        name="Olmo3",
+        fields={"attention_bias": NO_OR_ALL, "norm_placement": ("post",), "qk_norm": ("projection",)},
+        free=("local_rotary_base",),
+        keys=("attention_bias",),
+        windows=WindowRules(pattern=periodic_pattern),
+        rotary=RotaryRules(local_base="rope_theta"),
+        local_rotary=True,
+    ),
+    "exaone4": Decoder(
+        map="olmo2",
+        name="Exaone4",
+        fields={"norm_placement": ("post",), "qk_norm": ("head",)},
+        free=("no_rope_freq",),
+        keys=("full_layers_without_rotation",),
+        windows=WindowRules(pattern=periodic_pattern, absent=None),
+    ),
+    "smollm3": Decoder(
+        map="llama",
+        name="SmolLM3",
+        fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+        free=("no_rope_freq",),
+        keys=("attention_bias", "mlp_bias", "no_rope_layers"),
+        windows=WindowRules(switch=True, pattern=smollm3_pattern),
+        config={"pad_token_id": None},
+    ),
+    "granite": Decoder(
+        map="llama",
+        name="Granite",
+        fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+        free=("embedding_scale", "attention_scale", "residual_multiplier", "logits_scaling"),
+        keys=("attention_bias", "mlp_bias", "multipliers"),
+    ),
+    "olmoe": Decoder(
+        map="qwen3_moe",
+        name="Olmoe",
+        fields={"attention_bias": NO_OR_ALL, "qk_norm": ("projection",)},
+        experts=True,
+        router=_PRE_SOFTMAX,
+        keys=("attention_bias", "experts", "norm_topk_prob"),
+    ),
+    "ministral": Decoder(
+        map="llama", name="Ministral", windows=WindowRules(required=True, pattern=lambda _config, _layer: SLIDING)
+    ),
+    "seed_oss": Decoder(
+        map="llama",
+        name="SeedOss",
+        fields={"attention_bias": ("none", "qkv", "all")},
+        keys=("attention_out_bias",),
+        config={"mlp_bias": False},
+    ),
+    "internlm3": Decoder(
+        map="llama",
+        name="Llama",
+        fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+        keys=("attention_bias", "mlp_bias"),
+    ),
+    "ernie4_5": Decoder(
+        map="ernie4_5",
+        name="Ernie4_5",
+        fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+        keys=("use_bias",),
+    ),
+    "glm4_moe": Decoder(
+        map="glm4_moe",
+        name="Glm4Moe",
+        fields={"attention_bias": NO_OR_QKV, "qk_norm": (None, "head")},
+        free=("rotary_fraction",),
+        experts=True,
+        router=_DEEPSEEK,
+        deepseek_experts=True,
+        keys=("attention_qkv_bias", "use_qk_norm", "deepseek_experts"),
+        rotary=RotaryRules(fraction=True),
+    ),
+    "dots1": Decoder(
+        map="glm4_moe",
+        name="Dots1",
+        fields={"attention_bias": NO_OR_ALL, "qk_norm": ("head",)},
+        experts=True,
+        router=_DEEPSEEK,
+        deepseek_experts=True,
+        keys=("attention_bias", "deepseek_experts"),
+        windows=WindowRules(pattern=qwen_pattern),
+    ),
+    "minimax_m2": Decoder(
+        map="minimax_m2",
+        name="MiniMaxM2",
+        fields={"qk_norm": ("projection",)},
+        free=("rotary_fraction",),
+        experts=True,
+        router=_SIGMOID,
+        keys=("experts", "rotary_dim"),
+        rotary=RotaryRules(fraction=True),
+    ),
+    "starcoder2": Decoder(
+        map="starcoder2",
+        name="Starcoder2",
+        activation="gelu_tanh",
+        fields={"normalization": ("layernorm",), "attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+        keys=("use_bias",),
+        windows=WindowRules(everywhere=True),
+        names={"rms_norm_eps": "norm_epsilon"},
+    ),
+    "arcee": Decoder(
+        map="arcee",
+        name="Arcee",
+        activation="squared_relu",
+        fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+        keys=("attention_bias", "mlp_bias"),
+    ),
+    "jais2": Decoder(
+        map="arcee",
+        name="Jais2",
+        activation="squared_relu",
+        fields={"normalization": ("layernorm",), "attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+        keys=("attention_bias", "mlp_bias"),
+        names={"rms_norm_eps": "layer_norm_eps"},
+    ),
 }
 SILENT = ("rotary_base", "rotary_scaling", "embedding_scale", "layer_types")
-ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}
+ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu_pytorch_tanh",
+    "clamped_swiglu": "silu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "squared_relu": "relu2",
+}
 
 
 def decoder_kind(model: Config, preferred: str | None = None) -> str:
@@ -205,6 +362,11 @@ def decoder_kind(model: Config, preferred: str | None = None) -> str:
     Raises:
         UnsupportedError: transformers has no such model.
     """
+    candidates = {kind: unlike_decoder(model, decoder) for kind, decoder in DECODERS.items()}
+    # In the order of the table: a plain model with a window is a Mistral, one without a Llama.
+    found = [kind for kind, unlike in candidates.items() if not unlike]
+    if found:
+        return preferred if preferred in found else found[0]
     if model.get("num_experts"):
         if model.get("moe_shared_ffn_size"):
             raise UnsupportedError("transformers' Mixtral has no shared experts; use --to native")
@@ -212,11 +374,6 @@ def decoder_kind(model: Config, preferred: str | None = None) -> str:
         if unlike := {name: value for name, value in unlike_mixtral(model).items() if name not in free}:
             fields = ", ".join(f"{name} = {value}" for name, value in unlike.items())
             raise UnsupportedError(f"transformers' Mixtral implements no router with {fields}; use --to native")
-    candidates = {kind: unlike_decoder(model, decoder) for kind, decoder in DECODERS.items()}
-    # In the order of the table: a plain model with a window is a Mistral, one without a Llama.
-    found = [kind for kind, unlike in candidates.items() if not unlike]
-    if found:
-        return preferred if preferred in found else found[0]
     # Of the architecture that fits best.
     kind, unlike = min(candidates.items(), key=lambda item: len(item[1]))
     name, (value, needed) = next(iter(unlike.items()))
@@ -240,11 +397,9 @@ def unlike_decoder(model: Config, decoder: Decoder) -> dict[str, tuple[Any, Any]
     if model["activation"] != decoder.activation:
         unlike["activation"] = (model["activation"], decoder.activation)
     scale = math.sqrt(model.get("hidden_size", 0)) if decoder.scales_embedding else 1.0
-    if not math.isclose(own["embedding_scale"], scale, rel_tol=1e-6):
+    if "embedding_scale" not in decoder.free and not math.isclose(own["embedding_scale"], scale, rel_tol=1e-6):
         unlike["embedding_scale"] = (own["embedding_scale"], scale)
-    for name in ("moe_layer_pattern", "moe_ffn_hidden_size"):
-        if model.get(name) is not None and "expert_size" not in decoder.keys:
-            unlike[name] = (model[name], None)
+    unlike |= _unlike_experts(model, decoder) if model.get("num_experts") and decoder.experts else {}
     if bool(model.get("num_experts")) != decoder.experts:
         unlike["num_experts"] = (model.get("num_experts"), "any number" if decoder.experts else None)
     window = model.get("sliding_window")
@@ -258,11 +413,28 @@ def unlike_decoder(model: Config, decoder: Decoder) -> dict[str, tuple[Any, Any]
     return unlike
 
 
+def _unlike_experts(model: Config, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
+    """As :func:`unlike_decoder`, of the experts and their router."""
+    unlike: dict[str, tuple[Any, Any]] = {}
+    for name, plain in PLAIN_EXPERTS.items():
+        allowed, value = decoder.router.get(name, (plain,)), model.get(name, plain)
+        if allowed and value not in allowed:
+            unlike[name] = (value, " or ".join(map(str, allowed)))
+    if model.get("moe_routing") in ASSIGNMENTS:
+        unlike["moe_routing"] = (model["moe_routing"], "topk")
+    if decoder.deepseek_experts and (reason := unlike_experts("deepseek_v3", model)):
+        unlike["experts"] = (reason, "those of a DeepSeek-V3")
+    for name in ("moe_layer_pattern", "moe_ffn_hidden_size"):
+        if model.get(name) is not None and "expert_size" not in decoder.keys and not decoder.deepseek_experts:
+            unlike[name] = (model[name], None)
+    return unlike
+
+
 def unlike_mixtral(model: Config) -> dict[str, Any]:
     """The fields of a model by which its router computes something else than a Mixtral's, with their values."""
     unlike = {field: model[field] for field, value in MIXTRAL_ROUTER.items() if model.get(field, value) != value}
     # Training by expert choice ends in a model that routes as a Mixtral; that by an assignment has other weights.
-    if model.get("moe_routing") in ("balanced", "sinkhorn"):
+    if model.get("moe_routing") in ASSIGNMENTS:
         unlike["moe_routing"] = model["moe_routing"]
     return unlike
 
@@ -292,7 +464,8 @@ def decoder_config(kind: str, model: Config) -> dict[str, Any]:
     }
     for group in decoder.keys:
         config |= KEY_GROUPS[group].write(model, own)
-    return config if decoder.windows is None else {**config, **decoder.windows.write(model)}
+    config |= {} if decoder.windows is None else decoder.windows.write(model)
+    return {decoder.names.get(key, key): value for key, value in config.items()}
 
 
 def decoder_model(kind: str, config: Config) -> Model:
@@ -310,11 +483,13 @@ def decoder_model(kind: str, config: Config) -> Model:
     hidden, layers = size(config, "hidden_size"), size(config, "num_hidden_layers")
     positions = size(config, "max_position_embeddings")
     rotary = (local_rotary_fields if decoder.local_rotary else rotary_fields)(config, positions, decoder.rotary)
-    own = {name: values[0] for name, values in decoder.fields.items()}
+    own = {**LLAMA, **{name: values[0] for name, values in (decoder.fields | decoder.router).items() if values}}
     if decoder.scales_embedding:
         own["embedding_scale"] = math.sqrt(hidden)
+    # Of the two names of shapes, the one whose MLPs are those of the decoder.
+    family = "llama" if decoder.activation in GATED else "gpt"
     model = {
-        "family": "llama",
+        "family": family,
         "num_layers": layers,
         "hidden_size": hidden,
         "ffn_hidden_size": size(config, "intermediate_size"),
@@ -323,7 +498,7 @@ def decoder_model(kind: str, config: Config) -> Model:
         "head_dim": config["head_dim"] or hidden // heads,
         "max_position_embeddings": positions,
         "layernorm_epsilon": config["rms_norm_eps"],
-        "normalization": "rmsnorm",
+        "normalization": own["normalization"],
         "activation": decoder.activation,
         "position_embedding": "rotary",
         "tied_embeddings": config["tie_word_embeddings"],
@@ -340,4 +515,5 @@ def decoder_model(kind: str, config: Config) -> Model:
         model |= {"rotary_base": rotary.pop("local_rotary_base"), "rotary_scaling": None}
     own |= {**rotary, **windows}
     # Readers of versions without a field must refuse a model that has it.
-    return {**model, **{name: value for name, value in own.items() if name not in LLAMA or value != LLAMA[name]}}
+    plain = family_fields(family)
+    return {**model, **{name: value for name, value in own.items() if name not in plain or value != plain[name]}}

@@ -76,7 +76,7 @@ def unpack(words: Words, bits: int) -> Codes:
 class BlockScaledRows:
     """Float8 times the scale of its block: ``weight`` U8 ``[O, I]``, ``scale`` ``[ceil(O/block), ceil(I/block)]``.
 
-    With ``is_integer`` the bytes are signed integers.
+    With ``is_integer`` the bytes are signed integers, from which ``zero`` I8, of the shape of ``scale``, is subtracted.
     """
 
     weight: Tensor
@@ -84,6 +84,7 @@ class BlockScaledRows:
     block: tuple[int, int]
     dtype: str
     is_integer: bool = False
+    zero: Tensor | None = None
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
         """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
@@ -94,6 +95,9 @@ class BlockScaledRows:
         scale = scale_numbers(files, self.scale.narrow(0, first, -(-end // high)))
         rows = np.arange(begin, end) // high - first
         columns = np.arange(self.weight.shape[1]) // wide
+        if self.zero is not None:
+            zeros = bits_of(files, self.zero.narrow(0, first, -(-end // high))).view(np.int8).astype(np.float32)
+            numbers = numbers - zeros[rows][:, columns]
         with np.errstate(over="ignore", invalid="ignore"):
             return rounded(numbers * scale[rows][:, columns], self.dtype)
 
@@ -102,7 +106,9 @@ class BlockScaledRows:
 class PackedRows:
     """Integers of ``bits`` bits, packed along the inputs from the lowest bit, times the scale of their group.
 
-    ``packed`` I32 ``[O, ceil(I * bits / 32)]``, ``scale`` ``[O, G]``; a code is the integer plus 2^(bits - 1).
+    ``packed`` I32 ``[O, ceil(I * bits / 32)]``, ``scale`` ``[O, G]``; a code is the integer plus 2^(bits - 1). Zero
+    points ``zero`` I32 ``[ceil(O * bits / 32), G]`` are packed along the outputs; ``index`` I32 ``[I]`` has the groups
+    of the inputs.
     """
 
     packed: Tensor
@@ -110,15 +116,75 @@ class PackedRows:
     bits: int
     columns: int
     dtype: str
+    zero: Tensor | None = None
+    index: Tensor | None = None
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
         """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
         codes_IO = unpack(bits_of(files, self.packed.narrow(0, begin, end)).T, self.bits)[: self.columns]
         scale_OG = scale_numbers(files, self.scale.narrow(0, begin, end))
-        groups_I = np.arange(self.columns) // (self.columns // scale_OG.shape[1])
+        count = scale_OG.shape[1]
+        groups_I = input_groups(files, self.index, self.columns, self.columns // count, count)
+        # The offset of codes is that of zero points, too.
+        zeros_OG = np.full((end - begin, count), 1 << (self.bits - 1), np.int32)
+        if self.zero is not None:
+            first = begin * self.bits // 32
+            words = bits_of(files, self.zero.narrow(0, first, -(-end * self.bits // 32)))
+            skipped = begin - first * 32 // self.bits
+            zeros_OG = unpack(words, self.bits)[skipped : skipped + end - begin]
         with np.errstate(all="ignore"):
-            centered = (codes_IO - (1 << (self.bits - 1))).astype(np.float32)
-            return rounded(centered.T * scale_OG[:, groups_I], self.dtype)
+            centered = (codes_IO.T - zeros_OG[:, groups_I]).astype(np.float32)
+            return rounded(centered * scale_OG[:, groups_I], self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float4Rows:
+    """Float4, two in a byte, times the scale of their group: ``packed`` U8 ``[O, I/2]``, ``scale`` U8 ``[O, G]``.
+
+    Scales are float8 that are divided by ``divisor`` F32 ``[1]`` (NVFP4), or without one exponents (MXFP4).
+    """
+
+    packed: Tensor
+    scale: Tensor
+    divisor: Tensor | None
+    dtype: str
+
+    def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
+        codes = bits_of(files, self.packed.narrow(0, begin, end))
+        numbers_OGI = FLOAT4[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(
+            *codes.shape[:1], self.scale.shape[1], -1
+        )
+        scale = self.scale.narrow(0, begin, end)
+        with np.errstate(all="ignore"):
+            if self.divisor is None:
+                scale_OG = scale_numbers(files, scale)
+            else:
+                scale_OG = FLOAT8[bits_of(files, scale)] / floats_of(files, self.divisor)[0]
+            return rounded((numbers_OGI * scale_OG[..., None]).reshape(end - begin, -1), self.dtype)
+
+
+def input_groups(
+    files: SourceFiles, index: Tensor | None, inputs: int, group_size: int, count: int
+) -> NDArray[np.intp]:
+    """The group of each input, ``[I]``.
+
+    Args:
+        files: the open files.
+        index: the groups, I32 ``[I]``; None: consecutive inputs have one.
+        inputs: number of inputs I.
+        group_size: inputs of a group, where there is no index.
+        count: number of groups.
+
+    Raises:
+        CorruptError: the index names a missing group.
+    """
+    if index is None:
+        return np.arange(inputs) // group_size
+    groups = bits_of(files, index).view(np.int32).astype(np.intp)
+    if groups.size and not 0 <= int(groups.min()) <= int(groups.max()) < count:
+        raise CorruptError(f"g_idx: names a group beyond {count}")
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,19 +248,11 @@ class GptqRows:
                 f"{short_name(self.name)}.qzeros: has the largest number of {self.bits} bits, which programs read as "
                 f"the zero point 0 or {1 << self.bits}; convert the weights to the format gptq_v2"
             )
-        groups_I = self._groups(files, len(codes_IO))
+        groups_I = input_groups(files, self.index, len(codes_IO), self.group_size, self.scales.shape[0])
         scales_GO = floats_of(files, self.scales.narrow(1, begin, end))
         centered = (codes_IO - (zeros_GO + self.zero_offset)[groups_I]).astype(np.float32)
         with np.errstate(all="ignore"):
             return rounded((centered * scales_GO[groups_I]).T, self.dtype)
-
-    def _groups(self, files: SourceFiles, inputs: int) -> NDArray[np.intp]:
-        if self.index is None:
-            return np.arange(inputs) // self.group_size
-        groups = bits_of(files, self.index).view(np.int32).astype(np.intp)
-        if groups.size and not 0 <= int(groups.min()) <= int(groups.max()) < self.scales.shape[0]:
-            raise CorruptError(f"{short_name(self.name)}.g_idx: names a group beyond {self.scales.shape[0]}")
-        return groups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, encode_json, parse_any_json
-from ..io.errors import CorruptError, UnsupportedError, short_names
+from ..io.errors import CorruptError, UnsupportedError, errors_of, short_names
 from ..io.files import read_file
 from ..io.safetensors import read_index
 from ..maps.name_map import MappedTensor
@@ -16,6 +16,7 @@ from ..tensors.views import Tensor, as_tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import open_torch
 from .config_keys import with_known_type
+from .text_part import text_config
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # Only for the message about a directory with weights of another kind.
@@ -27,12 +28,14 @@ DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The contents of ``config.json``; remote code that it names is ignored.
+    """The contents of ``config.json``, of a model of images those of its text; remote code is ignored.
 
     Raises:
         CorruptError: the file is missing, or not a JSON object.
     """
-    return with_known_type(json_object(directory / "config.json"))
+    config = json_object(directory / "config.json")
+    with errors_of(directory / "config.json"):
+        return with_known_type(text_config(config))
 
 
 def raw_type(directory: Path) -> Any:

@@ -64,7 +64,7 @@ def architecture_of_model(model: Config, preferred: str | None = None) -> tuple[
     if name is None:
         raise UnsupportedError(f"no architecture of transformers is known for the model family {family!r}")
     if model.get("kv_lora_rank"):
-        kind = deepseek_kind(model)
+        kind = deepseek_kind(model, preferred)
         return kind, ARCHITECTURES[kind]
     if model.get("mtp_num_layers"):
         raise UnsupportedError("transformers has multi-token prediction for DeepSeek alone; use --to native")

@@ -64,7 +64,11 @@ _PROVENANCE = (
 )
 # Keys that change the layout, with the values that are read; the first is that of a missing key.
 _LAYOUT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "fp8": {"fmt": ("e4m3", None), "activation_scheme": ("dynamic", "static"), "weight_block_size": ()},
+    "fp8": {
+        "fmt": ("e4m3", "float8_e4m3fn", None),
+        "activation_scheme": ("dynamic", "static"),
+        "weight_block_size": (),
+    },
     "mxfp4": {},
     "gptq": {
         "checkpoint_format": ("gptq", "gptq_v2", None),

@@ -23,7 +23,7 @@ from .._common.document import parse_json
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..tensors.views import Tensor, concatenate
 from .axes import Axes, axis_sizes, expand, parse_axes, stored_shape
-from .decoder_fields import decoder_fields
+from .features import features
 
 Part = tuple[str, str]
 Sizes = Mapping[str, int]
@@ -172,44 +172,6 @@ def _numbered(link: NameRule, i: int, j: int, number: int) -> NameRule:
     return replace(link, native=fill(link.native, i), foreign=fill(link.foreign, number))
 
 
-def features(model: Mapping[str, Any], layer: int | None = None) -> set[str]:
-    """Features of a model, which rows of a table may require with ``when``.
-
-    Args:
-        model: the ``model`` of a manifest.
-        layer: number of a block, whose MLP may be dense or have experts; None: the model as a whole.
-    """
-    fields = decoder_fields(model)
-    experts, biases = bool(model.get("num_experts")), fields["attention_bias"]
-    pattern = model.get("moe_layer_pattern")
-    if pattern and layer is not None:
-        experts = bool(pattern[min(layer, len(pattern) - 1)])
-    found = {fields["position_embedding"], "experts" if experts else "dense", fields["norm_placement"]}
-    found |= {"qk_norm"} if fields["qk_norm"] else set()
-    found |= {"qkv_bias"} if biases != "none" else set()
-    found |= {"dense_bias"} if biases == "all" else set()
-    found |= {"query_latent"} if model.get("q_lora_rank") else {"query_direct"}
-    found |= {"query_latent_bias"} if model.get("q_lora_rank") and biases != "none" else set()
-    found |= {"expert_bias"} if experts and model.get("moe_router_enable_expert_bias") else set()
-    found |= {"shared_experts"} if experts and model.get("moe_shared_ffn_size") else set()
-    found |= _attention_features(model, biases)
-    found |= {"router_bias"} if experts and fields["moe_router_bias"] else set()
-    found |= {"shared_gate"} if "shared_experts" in found and model.get("moe_shared_gate") else set()
-    found |= {"expert_mlp_bias"} if experts and fields["mlp_bias"] else set()
-    found |= {"sinks"} if fields["attention_sinks"] else set()
-    found |= {"mlp_bias"} if fields["mlp_bias"] and not experts else set()
-    found |= {"tokentypes"} if model.get("num_tokentypes") else set()
-    found |= {"binary", "pooler"} if model.get("binary_head") else set()
-    return found | ({model["task_head"], "pooler"} if model.get("task_head") else {"language"})
-
-
-def _attention_features(model: Mapping[str, Any], biases: str) -> set[str]:
-    """Whether attention has a latent, in the names of tables that have both kinds."""
-    if not model.get("kv_lora_rank"):
-        return {"direct_attention"} | ({"direct_qkv_bias"} if biases != "none" else set())
-    return {"latent_attention"} | (set() if model.get("q_lora_rank") else {"latent_query_direct"})
-
-
 def model_ties(model: Mapping[str, Any]) -> dict[str, str]:
     """The tied tensors of a native model: name that is not stored -> name that is."""
     if model["family"] != "t5":
@@ -241,7 +203,7 @@ def load_map(name: str, variant: str = "") -> NameMap:
         name: of the table.
         variant: selects one of the layouts that the table defines under ``variants``; empty: none.
     """
-    document = parse_json(resources.files(__package__).joinpath(f"{name}.json").read_bytes())
+    document = _table(name)
     prefix = document["prefix"]
     # A table with variants names a layout instead of stating it: Megatron's versions differ in the order of the query,
     # key and value rows alone.
@@ -274,6 +236,44 @@ def load_map(name: str, variant: str = "") -> NameMap:
         spellings=tuple((one, other) for one, other in document.get("spellings", ())),
         prediction_block=(block[0], block[1]) if (block := document.get("prediction_block")) else None,
     )
+
+
+def _table(name: str) -> dict[str, Any]:
+    """The contents of ``maps/NAME.json``, with those of the table that it names in ``like``.
+
+    Its rows replace those of the same native tensors, and others are added after those of the same part of a block.
+    ``without`` has native tensors whose rows are left out, ``renamed`` substrings of foreign names.
+    """
+    own: dict[str, Any] = parse_json(resources.files(__package__).joinpath(f"{name}.json").read_bytes())
+    if "like" not in own:
+        return own
+    base = _table(own["like"])
+    rows = [
+        _renamed(row, own.get("renamed", {})) for row in base["tensors"] if row["native"] not in own.get("without", ())
+    ]
+    for native, group in groupby(own["tensors"], lambda row: row["native"]):
+        same = [at for at, row in enumerate(rows) if row["native"] == native]
+        at = same[0] if same else _end_of_part(rows, native)
+        rows[at : at + len(same)] = group
+    return {**base, **own, "tensors": rows}
+
+
+def _end_of_part(rows: Sequence[Mapping[str, Any]], native: str) -> int:
+    """The place after the rows of the part of a block that a native tensor belongs to, or of its stack."""
+    words = native.split(".")
+    starts = (".".join(words[:3]), words[0], "layers.")
+    return next(1 + max(found) for start in starts if (found := _places(rows, start)))
+
+
+def _places(rows: Sequence[Mapping[str, Any]], start: str) -> list[int]:
+    return [at for at, row in enumerate(rows) if row["native"].startswith(start)]
+
+
+def _renamed(row: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    foreign = row["foreign"]
+    for old, new in names.items():
+        foreign = foreign.replace(old, new)
+    return {**row, "foreign": foreign}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -279,6 +279,9 @@ def check_decoder(model: Mapping[str, Any]) -> None:
         "embedding_scale": (1.0,),
         "attention_scale": (None,),
         "local_rotary_base": (None,),
+        "no_rope_freq": (None,),
+        "residual_multiplier": (1.0,),
+        "logits_scaling": (1.0,),
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
     }

@@ -299,8 +299,7 @@ def hf_logits(
 def _class_name(directory: Path, model: Mapping[str, Any]) -> str:
     """The class of transformers for a directory: of its model type, with the head of the model."""
     kind = str(read_config(directory).get("model_type"))
-    decoder = DECODERS.get(kind)
-    return f"{decoder.name}ForCausalLM" if decoder else str(hf_config(model, "float32", None)["architectures"][0])
+    return "AutoModelForCausalLM" if kind in DECODERS else hf_config(model, "float32", None, kind)["architectures"][0]
 
 
 def _inputs(model: Mapping[str, Any], tokens: Any) -> dict[str, Any]:

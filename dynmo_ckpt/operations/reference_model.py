@@ -107,6 +107,7 @@ class _Model:
         # The T5 of transformers scales the output of the decoder where the head is tied to the embedding.
         if self.relative:
             x_TD = x_TD * np.float32(self.model["hidden_size"] ** -0.5)
+        x_TD = x_TD / np.float32(self.fields["logits_scaling"])
         result = x_TD @ self.load("head.weight")[:vocabulary].T
         if self.has("head.bias"):
             result = result + self.load("head.bias")[:vocabulary]
@@ -147,7 +148,8 @@ class _Model:
         return x_TD if self.fields["norm_placement"] == "post" else self.norm(f"{name}.norm", x_TD)
 
     def after(self, name: str, y_TD: Array) -> Array:
-        """The output of a sublayer, normalized where the model does so."""
+        """The output of a sublayer, normalized or multiplied where the model does so."""
+        y_TD = y_TD * np.float32(self.fields["residual_multiplier"])
         return y_TD if self.fields["norm_placement"] == "pre" else self.norm(f"{name}.post_norm", y_TD)
 
     def norm(self, name: str, x_TD: Array) -> Array:
@@ -176,7 +178,8 @@ class _Model:
             q_TGQH = self.norm_heads(f"{name}.query_norm", q_TGQH)
             k_TGH = self.norm_heads(f"{name}.key_norm", k_TGH)
         window = self.window(name)
-        if self.fields["position_embedding"] == "rotary":
+        without = self.fields["no_rope_freq"]
+        if self.fields["position_embedding"] == "rotary" and not (without and without[int(name.split(".")[-2])]):
             is_local = window is not None and self.fields["local_rotary_base"] is not None
             q_TGQH, k_TGH = (self.apply_rotary(x, is_local=is_local) for x in (q_TGQH, k_TGH))
         repeat = heads // groups

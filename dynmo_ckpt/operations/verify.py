@@ -11,13 +11,13 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from .._common.console import Tick, progress
 from .._common.crc32 import combine
-from ..converters.registry import detect, open_checkpoint
+from ..converters.registry import check_options, detect, open_checkpoint
 from ..formats.choices import ReadOptions, VerifyLevel
 from ..io.computed import stored_inputs
 from ..io.errors import CorruptError, StorageError, short_name, short_names
@@ -226,16 +226,13 @@ def refuse_findings(findings: Iterable[str]) -> None:
         raise StorageError("\n  ".join(["the written files read back differently; no output was kept", *found]))
 
 
-def verify_checkpoint(
-    path: Path, step: int | None, level: VerifyLevel, ignored: tuple[str, ...] = ()
-) -> tuple[Path, list[str], list[str]]:
+def verify_checkpoint(path: Path, read: ReadOptions, level: VerifyLevel) -> tuple[Path, list[str], list[str]]:
     """Verify a checkpoint.
 
     Args:
         path: the input.
-        step: the step of a run directory; None: the latest one.
+        read: how to read it.
         level: how much to check.
-        ignored: shell patterns of configuration keys that are not checked.
 
     Returns:
         The verified directory, the findings, and remarks for the user.
@@ -247,17 +244,18 @@ def verify_checkpoint(
         UsageError: the step is missing.
     """
     try:
-        name = detect(path).name
+        found = detect(path)
     except CorruptError as unknown:
         try:
-            return _verify_native(path, step, level)  # a checkpoint without a manifest: reports every finding
+            return _verify_native(path, read.step, level)  # a checkpoint without a manifest: reports every finding
         except CorruptError:
             raise unknown from None
-    if name == "native":
-        return _verify_native(path, step, level)
-    options = ReadOptions(step=step, headers_only=level is VerifyLevel.HEADER, ignore_config=ignored)
+    if found.name == "native":
+        check_options(path, found, read)
+        return _verify_native(path, read.step, level)
+    options = replace(read, headers_only=level is VerifyLevel.HEADER)
     try:
-        checkpoint, remarks = open_checkpoint(path, name, options)
+        checkpoint, remarks = open_checkpoint(path, found.name, options)
         arrays = _stored_arrays(checkpoint) if level is VerifyLevel.FULL else []
         with progress("verify", sum(array.num_bytes for array in arrays) / 1e6, "MB") as tick:
             findings = list(_array_findings(arrays, tick))

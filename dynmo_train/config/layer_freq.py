@@ -1,4 +1,7 @@
-"""The form of ``--moe-layer-freq``: every N-th block, or Megatron-LM's list expression, which is never evaluated."""
+"""The form of ``--moe-layer-freq`` and ``--no-rope-freq``: every N-th layer, or Megatron-LM's list expression.
+
+The expression is never evaluated.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .._common.errors import UsageError
 
 MAX_CHARACTERS, MAX_NESTING = 4_096, 32
 _TOKEN = re.compile(r"\s*(\d{1,7}|[][()+*,])")
-_FLAG = "--moe-layer-freq"
+_FLAG, _NO_ROPE = "--moe-layer-freq", "--no-rope-freq"
 
 
 def parse_layer_freq(text: str, num_layers: int) -> tuple[int, ...]:
@@ -22,20 +25,39 @@ def parse_layer_freq(text: str, num_layers: int) -> tuple[int, ...]:
     Raises:
         UsageError: another form, another number of entries than ``num_layers``, or no block with experts.
     """
+    pattern = _parse_freq(_FLAG, text, num_layers, first=0)
+    if not any(pattern):
+        raise UsageError(f"{_FLAG} {short_repr(text)}: no block has experts; leave --num-experts out")
+    return pattern
+
+
+def parse_no_rope_freq(text: str, num_layers: int) -> tuple[int, ...]:
+    """Parse ``4`` (layers 3, 7, 11, ...) or ``[0]*3+[1]`` into 1 for each layer without rotation, 0 for each with it.
+
+    Args:
+        text: a number, or lists of 0 and 1 with ``+``, ``*`` and parentheses.
+        num_layers: number of layers.
+
+    Raises:
+        UsageError: another form, or another number of entries than ``num_layers``.
+    """
+    return _parse_freq(_NO_ROPE, text, num_layers, first=-1)
+
+
+def _parse_freq(flag: str, text: str, num_layers: int, first: int) -> tuple[int, ...]:
+    """0 or 1 for each layer; a number N means 1 for every N-th, from ``first`` modulo N."""
     example = "such as 1, 2 or [0]*3+[1]*58"
     number = text.strip()
     if number.isdecimal() and number.isascii() and 1 <= int(number[:9]) <= MAX_LAYERS:
-        return tuple(int(layer % int(number) == 0) for layer in range(num_layers))
+        return tuple(int((layer - first) % int(number) == 0) for layer in range(num_layers))
     try:
         pattern = parse_layer_list(text)
     except ValueError as error:
-        raise UsageError(f"{_FLAG} {short_repr(text)}: {error}; must be a number or a list, {example}") from error
+        raise UsageError(f"{flag} {short_repr(text)}: {error}; must be a number or a list, {example}") from error
     if len(pattern) != num_layers:
         raise UsageError(
-            f"{_FLAG} {short_repr(text)}: has {len(pattern)} entries; must have --num-layers {num_layers}, one each"
+            f"{flag} {short_repr(text)}: has {len(pattern)} entries; must have --num-layers {num_layers}, one each"
         )
-    if not any(pattern):
-        raise UsageError(f"{_FLAG} {short_repr(text)}: no block has experts; leave --num-experts out")
     return pattern
 
 

@@ -30,7 +30,7 @@ from .batch_schedule import (
     parse_ranges,
 )
 from .extensions import base_family
-from .layer_freq import parse_layer_freq
+from .layer_freq import parse_layer_freq, parse_no_rope_freq
 from .options import Source, option
 from .parse import batch_sizes_of, parse_balance, parse_layer_types, parse_rotary_scaling
 from .sections.balance import BalanceConfig
@@ -338,6 +338,16 @@ class ModelConfig(LayerOptions):
         """
         pattern = parse_layer_freq(self.moe_layer_freq, self.num_layers)
         return None if all(pattern) else pattern
+
+    @property
+    def layers_without_rotation(self) -> tuple[int, ...] | None:
+        """1 for each layer without rotation, else 0; None where all layers rotate.
+
+        Raises:
+            UsageError: ``--no-rope-freq`` has another form.
+        """
+        pattern = () if self.no_rope_freq is None else parse_no_rope_freq(self.no_rope_freq, self.num_layers)
+        return pattern if any(pattern) else None
 
     @property
     def balance_coefficients(self) -> Mapping[str, float]:

@@ -19,6 +19,7 @@ from .._common.help import HelpCommand
 from .compat.flag import CompatFlag, becomes, ignored, refused
 from .compat.flags import FLAGS
 from .compat.translate import translate
+from .layer_freq import parse_no_rope_freq
 from .options import OptionSpec
 from .panels import TASK_PANELS
 from .parse import parse_layer_types, parse_rotary_scaling, repeat_pattern
@@ -36,6 +37,7 @@ MANIFEST_NAMES = {
 # Options with a format of their own: the value in a manifest, from the text and the stored value.
 FORMATS: Mapping[str, Callable[[str, Any], Any]] = {
     "rotary_scaling": lambda text, _stored: parse_rotary_scaling(text),
+    "no_rope_freq": lambda text, stored: list(parse_no_rope_freq(text, len(stored or ()))),
     "layer_types": lambda text, stored: repeat_pattern(parse_layer_types(text), len(stored or ())),
 }
 _TRAINING_ONLY = "no effect without training"

@@ -222,6 +222,57 @@ def bench_signatures(options: argparse.Namespace, folder: Path) -> None:
     row("datasketch update per shingle (20 documents)", few, function_time(each))
 
 
+BUCKETS = """
+import sys
+
+import numpy as np
+
+from dynmo_tools.dedup.lsh import repeated
+from dynmo_tools.dedup.minhash import band_keys
+
+kind, count = sys.argv[1], int(sys.argv[2])
+signatures = np.random.default_rng(0).integers(0, 1 << 32, (count, 100), dtype=np.uint32)
+# Every tenth document has half of the bands of the one before it.
+signatures[1::10, :50] = signatures[::10, :50]
+pairs = set()
+if kind == "ours":
+    for band in range(10):
+        members, sizes = repeated(band_keys(signatures, band, 10), np.arange(count))
+        ends = np.cumsum(sizes)
+        for begin, end in zip(ends - sizes, ends):
+            pairs |= {(int(one), int(members[begin])) for one in members[begin + 1 : end]}
+else:
+    from datasketch import MinHash, MinHashLSH
+
+    index = MinHashLSH(num_perm=100, params=(10, 10))
+    rows = signatures if kind == "sketches" else []
+    sketches = [MinHash(num_perm=100, seed=1, hashvalues=row, scheme="affine32") for row in rows]
+    with index.insertion_session() as session:
+        for number, sketch in enumerate(sketches):
+            session.insert(number, sketch, check_duplication=False)
+    for number, sketch in enumerate(sketches):
+        pairs |= {(number, other) for other in index.query(sketch) if other < number}
+print(len(pairs))
+"""
+
+
+def bench_buckets(options: argparse.Namespace, folder: Path) -> None:
+    """Documents that share a band, of given signatures: our sorted keys, and ``datasketch.MinHashLSH``."""
+    for count in (20_000, 100_000):
+        commands = {kind: [sys.executable, "-c", BUCKETS, kind, str(count)] for kind in ("ours", "sketches", "import")}
+        runs: dict[str, list[RunStats]] = {kind: [] for kind in commands}
+        pairs: dict[str, str] = {}
+        for _ in range(REPEATS):
+            for kind, command in commands.items():
+                runs[kind].append(run(command, folder))
+                pairs[kind] = (folder / "log.txt").read_text().strip()
+        if pairs["ours"] != pairs["sketches"]:
+            raise SystemExit(f"{pairs['ours']} and {pairs['sketches']} pairs")
+        for ours, theirs, empty in zip(runs["ours"], runs["sketches"], runs["import"], strict=True):
+            note = f"{count} signatures, {pairs['ours']} pairs; {ours.rss_mb:.0f} and {theirs.rss_mb:.0f} MB"
+            row("datasketch.MinHashLSH, insert and query", ours, theirs, f"{note}; its import {empty.cpu_s:.2f} s")
+
+
 def bench_clean(options: argparse.Namespace, folder: Path) -> None:
     import ftfy
 
@@ -544,6 +595,7 @@ def bench_memory(options: argparse.Namespace, folder: Path) -> None:
 BENCHES = {
     "binarize": bench_binarize,
     "signatures": bench_signatures,
+    "buckets": bench_buckets,
     "clean": bench_clean,
     "decontaminate": bench_decontaminate,
     "dedup": bench_dedup,

@@ -34,7 +34,7 @@ def test_convert_to_hf_and_back_is_equal(ckpt, native, tmp_path):
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
-        ({"model_type": "falcon"}, 5, "model_type 'falcon': must be one of gpt2"),
+        ({"model_type": "unheard"}, 5, "model_type 'unheard': must be one of gpt2"),
         ({"scale_attn_by_inverse_layer_idx": True}, 5, "scale_attn_by_inverse_layer_idx"),
         ({"activation_function": "swish"}, 5, "'swish'"),
         ({"n_head": 0}, 4, "n_head must be a positive integer"),
@@ -285,6 +285,14 @@ def test_megatron_core_without_arguments_takes_those_of_the_configuration(ckpt, 
     torch.save({"iteration": 8}, common)
     bare = ("convert", tmp_path / "core", tmp_path / "out", "--to", "hf")
     assert "--config" in ckpt(*bare, code=2).stderr
+    # Every command that reads has the option to which its message refers; the other side has no use for it.
+    given = ("--config", tmp_path / "in")
+    for command in (("info", tmp_path / "core"), ("verify", tmp_path / "core", "--against", tmp_path / "in")):
+        assert "--config" in ckpt(*command, code=2).stderr
+        ckpt(*command, *given)
+    assert "no tensor differs" in ckpt("diff", tmp_path / "core", tmp_path / "in", *given).stdout
+    assert "--config: has no effect" in ckpt("diff", tmp_path / "in", tmp_path / "in", *given, code=2).stderr
+    assert "--config: has no effect" in ckpt("info", native[0], *given, code=2).stderr
     assert "--tokenizer DIR" in ckpt(*bare, "--config", tmp_path / "in").stderr
     assert "no tensor differs" in ckpt("diff", tmp_path / "in", tmp_path / "out").stdout
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [2, 1]

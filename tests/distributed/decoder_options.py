@@ -195,6 +195,20 @@ FAMILIES: dict[str, DecoderOptions] = {
             "local_rotary_base": 1e4,
         },
     ),
+    "smollm3": DecoderOptions(
+        {"model_type": "smollm3", "no_rope_layer_interval": 2, "rope_theta": 1e4, "tie_word_embeddings": False},
+        {"no_rope_freq": "2"},
+    ),
+    "granite": DecoderOptions(
+        {
+            "model_type": "granite",
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+        {"embedding_scale": 3.0, "attention_scale": 0.25, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+    ),
     "phi3": DecoderOptions(
         {"model_type": "phi3", **LOCAL, "partial_rotary_factor": 0.75},
         {**WINDOW, "rotary_percent": 0.75, "layernorm_epsilon": 1e-5},

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from dynmo_ckpt.cli import app
 from dynmo_ckpt.huggingface.models import hf_config
 from dynmo_train.models.layer_list import split_dim
+from dynmo_train.models.registry import family_of_manifest
+from tests.parity.item_stream import build_all, run
 
 SIZES = {
     "vocab_size": 96,
@@ -51,7 +53,41 @@ TWO_BASES = {
 }
 OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+# The experts of a DeepSeek-V3 with another attention.
+ROUTED = {name: value for name, value in DEEPSEEK.items() if not name.endswith(("_rank", "_dim", "_value_heads"))}
+ROUTED |= {"norm_topk_prob": True}
+YARN_IN_FULL = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
+NEWER = {
+    "olmo3": ("Olmo3", {**LOCAL, "num_hidden_layers": 4, "rope_parameters": YARN_IN_FULL}),
+    "exaone 4": ("Exaone4", {**LOCAL, "num_hidden_layers": 4}),
+    "smollm3": ("SmolLM3", {**LOCAL, "num_hidden_layers": 4, "use_sliding_window": True}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    ),
+    "olmoe": ("Olmoe", EXPERTS),
+    "ministral": ("Ministral", {**LOCAL, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "seed_oss": ("SeedOss", {"head_dim": 16}),
+    "internlm3": ("InternLM3", {"head_dim": 16}),
+    "ernie 4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "qwen2 experts": (
+        "Qwen2Moe",
+        {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    ),
+    "glm-4.5": ("Glm4Moe", {**ROUTED, "n_group": 4, "topk_group": 2, "attention_bias": True, "use_qk_norm": True}),
+    "glm-4.7 flash": ("Glm4MoeLite", DEEPSEEK),
+    "dots1": ("Dots1", {**ROUTED, **LOCAL, "max_window_layers": 1}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    "starcoder2": ("Starcoder2", LOCAL),
+    "arcee": ("Arcee", {}),
+    "jais2": ("Jais2", {}),
+}
 CASES = {
+    **NEWER,
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with biases of attention": ("Llama", {"attention_bias": True}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -175,6 +211,25 @@ CASES = {
 }
 
 
+# Variants of other rows, which test_ckpt_random_decoders.py draws, too.
+VARIANTS = (
+    "llama with biases of attention",
+    "qwen3 experts, not normalized",
+    "qwen3 experts with windows",
+    "deepseek v2, groups",
+    "deepseek v2, dense with biases",
+    "gemma2 without caps",
+    "gemma3 with a final cap",
+    "gemma3 without windows",
+    "gpt-oss, other values",
+    "phi3 with longrope, short",
+    "olmo2 with biases",
+    "linear",
+    "dynamic",
+)
+BY_LEVEL = [pytest.param(name, marks=pytest.mark.complete if name in VARIANTS else ()) for name in CASES]
+
+
 def convert(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["convert", *arguments])
     assert result.exit_code == 0, result.output
@@ -187,6 +242,8 @@ def saved(folder, name: str):
     torch.manual_seed(3)
     name = "Gemma3Text" if kind == "Gemma3" else kind
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **own, "attn_implementation": "eager"})
+    # InternLM3 has no class of its own.
+    kind = "Llama" if kind == "InternLM3" else kind
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -198,7 +255,7 @@ def saved(folder, name: str):
     return model
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BY_LEVEL)
 def test_decoder_to_native_and_back_computes_the_same(tmp_path, name):
     model = saved(tmp_path / "theirs", name)
     output = convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
@@ -211,6 +268,62 @@ def test_decoder_to_native_and_back_computes_the_same(tmp_path, name):
         assert torch.equal(again(ids).logits, model(ids).logits)
     for key, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[key], value), key
+    if name in NEWER:
+        torch.testing.assert_close(trainer_logits(tmp_path / "native", ids), model(ids).logits, rtol=0, atol=1e-4)
+
+
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2}
+QWEN_VISION |= {"out_hidden_size": 48, "patch_size": 4, "spatial_merge_size": 1}
+# Models of images and text: the configurations of both parts.
+WITH_IMAGES = {
+    "Gemma3": ({"head_dim": 16, **LOCAL}, VISION),
+    "Mistral3": ({"model_type": "mistral", "head_dim": 16}, VISION),
+    "Llava": ({"model_type": "llama"}, {**VISION, "model_type": "clip_vision_model"}),
+    "Qwen2VL": ({"rope_parameters": SECTIONS}, QWEN_VISION),
+    "Qwen2_5_VL": ({"rope_parameters": SECTIONS}, {**QWEN_VISION, "fullatt_block_indexes": [0]}),
+    "Qwen3VL": ({"rope_parameters": SECTIONS}, {**QWEN_VISION, "deepstack_visual_indexes": [0]}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "Gemma3" else pytest.mark.complete) for name in WITH_IMAGES]
+)
+def test_text_part_of_a_model_with_images_computes_the_same_on_text(tmp_path, name):
+    text, vision = WITH_IMAGES[name]
+    config = getattr(transformers, f"{name}Config")(text_config={**SIZES, **text}, vision_config=vision)
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(tmp_path / "theirs")
+    output = convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
+    assert "tensors of images are left out" in output
+    convert(str(tmp_path / "native"), str(tmp_path / "back"), "--to", "hf")
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    ids = torch.arange(40)[None] % 90
+    with torch.no_grad():
+        torch.testing.assert_close(alone(ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-5)
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    own = {value.numpy().tobytes() for value in stored.values()}
+    assert all(value.numpy().tobytes() in own for value in load_file(tmp_path / "back" / "model.safetensors").values())
+
+
+def trainer_logits(native, ids: torch.Tensor) -> torch.Tensor:
+    """The logits that the trainer's model computes from a native checkpoint of one rank."""
+    manifest = json.loads((native / "manifest.json").read_text())
+    stored = load_file(native / "model-p000-t00.safetensors")
+    family = family_of_manifest(manifest["model"])
+    modules = build_all(family)
+    for item, module in modules.items():
+        for name, value in (*module.eval().named_parameters(), *module.named_buffers()):
+            source = stored[manifest["ties"].get(f"{item}.{name}", f"{item}.{name}")]
+            value.data[: len(source)] = source
+    values = run(family, modules, {"ids": ids, "labels": ids})
+    return modules["head"].logits(values["before.hidden"])[..., : manifest["model"]["vocab_size"]]
 
 
 def test_tensor_parallel_parts_of_a_gpt_oss_are_the_trainers(tmp_path):

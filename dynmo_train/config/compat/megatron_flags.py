@@ -154,7 +154,7 @@ _REFUSED: Mapping[str, str] = {
         --moe-latent-size/1 --moe-router-quantile-balancing-ema/1=0.0 --moe-router-force-biased/1
         --moe-expert-rank-capacity-factor/1 --enable-mhc-connections --mhc-num-residual-streams/1
         --mhc-sinkhorn-iterations/1 --mhc-init-gating-factor/1 --mhc-recompute-layer-num/1 --mrope-section/*
-        --no-rope-freq/1 --gtp-remat-opt-in-modules/* --moe-use-upcycling --moe-upcycling-granularity/1
+        --gtp-remat-opt-in-modules/* --moe-use-upcycling --moe-upcycling-granularity/1
         --output-logit-dtype/1 --freeze-all-layers --export-qk-l2-norm --export-moe-apply-probs-on-input
     """,
     "not supported: each of --mtp-num-layers predictions has its own block and trains the embedding and head": """

@@ -328,6 +328,7 @@ def _latent(config: Config, _world_size: int) -> Iterator[Problem]:
         "--softmax-off-by-one": model.softmax_off_by_one,
         "--layer-types": model.layer_types is not None,
         "--local-rotary-base": model.local_rotary_base is not None,
+        "--no-rope-freq": model.no_rope_freq is not None,
     }
     for other in [name for name, is_given in others.items() if is_given]:
         yield unsupported(other, f"cannot be combined with {flag}; remove one")
@@ -344,18 +345,27 @@ def _prediction(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict(flag, f"is {model.mtp_num_layers}; must be below --seq-length {model.seq_length}")
 
 
-def _attention(config: Config) -> Iterator[Problem]:
-    """Windows of some layers, soft caps and sinks, and the gate that is clamped."""
+def _layers_that_differ(config: Config) -> Iterator[Problem]:
+    """Windows and rotations of some layers."""
     model = config.model
     try:
-        _ = model.layer_type_pattern
+        _ = model.layer_type_pattern, model.layers_without_rotation
     except UsageError as error:
         yield conflict(*str(error).split(": ", 1))
     for flag, value in (("--layer-types", model.layer_types), ("--local-rotary-base", model.local_rotary_base)):
         if value is not None and model.attention_window is None:
             yield conflict(flag, f"is {value}; requires --attention-window, the window of sliding layers")
-    if model.local_rotary_base is not None and model.position_embedding_type != "rotary":
-        yield conflict("--local-rotary-base", "requires --position-embedding-type rotary; remove it")
+    for flag, value in (("--local-rotary-base", model.local_rotary_base), ("--no-rope-freq", model.no_rope_freq)):
+        if value is not None and model.position_embedding_type != "rotary":
+            yield conflict(flag, "requires --position-embedding-type rotary; remove it")
+
+
+def _attention(config: Config) -> Iterator[Problem]:
+    """Soft caps and sinks, the gate that is clamped, and factors on sublayers."""
+    model = config.model
+    yield from _layers_that_differ(config)
+    if model.residual_multiplier != 1 and model.norm_placement != "pre":
+        yield unsupported("--residual-multiplier", f"is given with --norm-placement {model.norm_placement}; use pre")
     eager = {
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--attention-sinks": model.attention_sinks,

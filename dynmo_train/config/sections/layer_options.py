@@ -51,6 +51,9 @@ class LayerOptions:
     yarn_correction_range_round_to_int: bool = option(
         "Round the planes between which --rope-type yarn interpolates.", default=True
     )
+    no_rope_freq: str | None = option("Layers without rotation: every N-th, or a list such as [0,0,0,1].", default=None)
+    residual_multiplier: float = option("Factor on the output of each sublayer.", default=1.0, above=0)
+    logits_scaling: float = option("Divisor of the output layer's logits.", default=1.0, above=0)
     mtp_num_layers: int = option(
         "Number of further tokens that each position predicts.", default=0, minimum=0, maximum=MAX_PREDICTED
     )

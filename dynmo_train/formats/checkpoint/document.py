@@ -170,6 +170,7 @@ def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Prob
         (model.get("moe_top_k", 0) > model.get("num_experts", 0), "moe_top_k must be at most num_experts"),
         (model.get("num_encoder_layers", layers) != layers, "num_encoder_layers must be num_layers"),
         (len(model.get("layer_types", ())) not in (0, layers), "layer_types must have num_layers entries"),
+        (len(model.get("no_rope_freq", ())) not in (0, layers), "no_rope_freq must have num_layers entries"),
         ({"layer_types", "local_rotary_base"} & model.keys() and "sliding_window" not in model, NEEDS_WINDOW),
     ):
         if wrong:

@@ -7,7 +7,7 @@
     activation         of ACTIVATIONS and GATED                *_bias           of attention and MLP
 
 Attentions may differ by layer: ``layer_types`` states which have the sliding window, and the base of those alone may be
-another one, ``local_rotary_base``.
+another one, ``local_rotary_base``; ``no_rope_freq`` has 1 for each layer whose queries and keys are not rotated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..attention.self_attention import SelfAttention
 from ..experts.moe_shape import MoeShape
 from ..layer_list import ItemSpec
 from ..layers.gated import ClampedSwiglu
-from ..layers.norms import RmsNorm, RmsNorm1p
+from ..layers.norms import Multiplied, RmsNorm, RmsNorm1p
 from ..vocabulary.embedding import Embedding, PackedEmbedding
 from ..vocabulary.head import Head
 from .family import HEAD, WORD, Builders, Family, ModelDims, chain_items
@@ -63,6 +63,8 @@ STATED_AS_THEY_ARE = (
     "swiglu_limit",
     "swiglu_offset",
     "softmax_off_by_one",
+    "residual_multiplier",
+    "logits_scaling",
 )
 
 
@@ -88,6 +90,9 @@ class DecoderShape(ModelDims):
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     local_rotary_base: float | None = None
+    no_rope_freq: tuple[int, ...] | None = None
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     attention_sinks: bool = False
@@ -117,6 +122,7 @@ class DecoderShape(ModelDims):
             head_dim=model.kv_channels,
             sliding_window=model.attention_window,
             layer_types=layer_types_of(model.layer_type_pattern, model.num_layers),
+            no_rope_freq=model.layers_without_rotation,
             tied_embeddings=not model.untie_embeddings_and_output_weights,
             position_embedding=model.position_embedding_type,
             attention_bias="all" if model.add_bias_linear else "qkv" if model.add_qkv_bias else "none",
@@ -136,7 +142,9 @@ class DecoderShape(ModelDims):
     def from_manifest(cls, model: Mapping[str, Any]) -> Self:
         """The sizes that the ``model`` object of a manifest states."""
         shape = super().from_manifest(model)
-        return shape if shape.layer_types is None else replace(shape, layer_types=tuple(shape.layer_types))
+        lists: Mapping[str, Any] = {name: getattr(shape, name) for name in ("layer_types", "no_rope_freq")}
+        found: dict[str, Any] = {name: tuple(each) for name, each in lists.items() if each is not None}
+        return replace(shape, **found)
 
     def is_local(self, layer: int) -> bool:
         """Whether the attention of a layer, counted from 0, has the sliding window."""
@@ -144,8 +152,10 @@ class DecoderShape(ModelDims):
             return False
         return self.layer_types is None or self.layer_types[layer] == SLIDING_ATTENTION
 
-    def rotary_of(self, layer: int) -> Rotary:
-        """The rotation of queries and keys in a layer; a base of local layers has no scaling, as in Gemma 3."""
+    def rotary_of(self, layer: int) -> Rotary | None:
+        """The rotation of queries and keys in a layer, if it has one; a base of local layers has no scaling."""
+        if self.position_embedding == "learned" or (self.no_rope_freq is not None and self.no_rope_freq[layer]):
+            return None
         if self.local_rotary_base is not None and self.is_local(layer):
             return Rotary(self.rotary_width, self.local_rotary_base)
         return Rotary(self.rotary_width, self.rotary_base, self.rotary_scaling)
@@ -179,6 +189,7 @@ class DecoderShape(ModelDims):
             "head_dim": self.head_width,
             "rotary_scaling": scaling,
             "layer_types": None if self.layer_types is None else list(self.layer_types),
+            "no_rope_freq": None if self.no_rope_freq is None else list(self.no_rope_freq),
             **{name: getattr(self, name) for name in STATED_AS_THEY_ARE},
         }
 
@@ -331,11 +342,12 @@ class Decoder(Family[Shape]):
         return nn.LayerNorm(width, eps=eps, device=device) if kind is None else kind(width, eps=eps, device=device)
 
     def _norms(self, device: torch.device) -> dict[str, nn.Module | None]:
-        """The normalizations before and after a sublayer."""
-        placement = self.shape.norm_placement
+        """The normalizations before and after a sublayer; a factor on its output takes the place of the latter."""
+        placement, factor = self.shape.norm_placement, self.shape.residual_multiplier
+        plain = None if factor == 1.0 else Multiplied(factor)
         return {
             "norm": nn.Identity() if placement == POST else self.norm(device),
-            "post_norm": None if placement == PRE else self.norm(device),
+            "post_norm": plain if placement == PRE else self.norm(device),
         }
 
     def embedding_options(self, device: torch.device) -> dict[str, Any]:
@@ -365,7 +377,7 @@ class Decoder(Family[Shape]):
             "query_norm": None if widths is None else self._norm_of(widths[0], device),
             "key_norm": None if widths is None else self._norm_of(widths[1], device),
             "scale": shape.attention_scale,
-            "rotary": None if self._learns_positions else shape.rotary_of(layer),
+            "rotary": shape.rotary_of(layer),
             "window": shape.sliding_window if shape.is_local(layer) else None,
             "softcap": shape.attn_logit_softcapping,
             "sinks": shape.attention_sinks,
@@ -406,8 +418,13 @@ class Decoder(Family[Shape]):
         return {**options, **self._norms(device), "bias": shape.mlp_bias}
 
     def head_options(self, device: torch.device) -> dict[str, Any]:
-        """Adds the soft cap of the logits."""
-        return {**super().head_options(device), "softcap": self.shape.final_logit_softcapping}
+        """Adds the soft cap of the logits, and their divisor as a factor on the input."""
+        shape = self.shape
+        return {
+            **super().head_options(device),
+            "softcap": shape.final_logit_softcapping,
+            "scale": 1.0 / shape.logits_scaling,
+        }
 
     def own_manifest(self) -> dict[str, object]:
         """Number of blocks, what the model has and others of its name have not, and the experts."""

@@ -92,6 +92,22 @@ class RmsNorm1p(nn.Module):
         return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
+class Multiplied(nn.Module):
+    """A constant factor, as that of Granite on the output of each sublayer. No parameters.
+
+    Args:
+        factor: the factor.
+    """
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` ``[...]`` times the factor."""
+        return x * self.factor
+
+
 def normalize_heads(norm: nn.Module, x_BHTK: torch.Tensor) -> torch.Tensor:
     """Normalize each head, or all heads of a token together, by the length of the norm's weight.
 

@@ -212,6 +212,7 @@ def _decoder(shape: DecoderShape) -> dict[str, Any]:
         "rotary_percent": shape.rotary_fraction,
         "attention_window": shape.sliding_window,
         "layer_types": None if shape.layer_types is None else ",".join(shape.layer_types),
+        "no_rope_freq": None if shape.no_rope_freq is None else str(list(shape.no_rope_freq)).replace(" ", ""),
         "qk_norm": shape.qk_norm or "none",
         "add_bias_linear": shape.attention_bias == "all",
         "add_qkv_bias": shape.attention_bias == "qkv",

@@ -114,6 +114,61 @@ def test_merged_llama_equals_that_of_peft(tmp_path, settings):
     assert any(not np.array_equal(found[name], plain[name].numpy()) for name in found)
 
 
+def small_experts(directory, kind):
+    """A model whose experts are one matrix each in the file, or all in one tensor (GPT-OSS)."""
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "pad_token_id": None,
+    }
+    own = {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+    }
+    config = getattr(transformers, f"{kind}Config")(**sizes, **own, intermediate_size=16)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "GptOss"])
+@pytest.mark.parametrize("is_swapped", [True, False])
+def test_parameters_of_all_experts_are_merged_by_the_definition(tmp_path, kind, is_swapped):
+    """As peft's merge_and_unload with 0.21.2; before, ``in`` was the first dimension of a parameter."""
+    model = small_experts(tmp_path / "base", kind)
+    experts, rank, scale = model.model.layers[0].mlp.experts, 3, 8 / 3
+    numbers_of = torch.Generator().manual_seed(1)
+    tensors, is_stacked = {}, kind == "GptOss"
+    for name, prefix in (("gate_up_proj", "base_layer."), ("down_proj", "")):
+        weight = getattr(experts, name)
+        last_is_in = is_swapped and not is_stacked
+        rows, columns = weight.shape[1:] if last_is_in else weight.shape[:0:-1]
+        a = torch.randn(4 * rank, columns, generator=numbers_of)
+        b = torch.randn(rows, rank * 4, generator=numbers_of)
+        product = torch.einsum("ore,eri->eoi", b.view(rows, rank, 4), a.view(4, rank, columns)) * scale
+        with torch.no_grad():
+            weight += product if last_is_in else product.transpose(1, 2)
+        tensors |= {
+            f"base_model.model.model.layers.0.mlp.experts.{prefix}lora_{each}.weight": value
+            for each, value in (("A", a), ("B", b))
+        }
+    target = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = save_adapter(tmp_path, tensors, r=rank, lora_alpha=8, target_parameters=target)
+    model.save_pretrained(tmp_path / "merged")
+    found = merged(tmp_path / "base", adapter)
+    for name, value in safetensors.load_file(tmp_path / "merged" / "model.safetensors").items():
+        np.testing.assert_allclose(found[name], value.numpy(), rtol=0, atol=1e-5, err_msg=name)
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+    with pytest.raises(CorruptError, match="must have the rank 2 for each expert"):
+        merged(tmp_path / "base", adapter)
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_merged_gpt2_equals_that_of_peft(tmp_path, dora):
     base = gpt2(tmp_path / "base")
@@ -217,7 +272,6 @@ def test_pickled_adapter_equals_the_safetensors_one(tmp_path):
         ("use_bdlora", {"n": 1}),
         ("velora_config", {"n": 1}),
         ("megatron_config", {"n": 1}),
-        ("target_parameters", ["mlp.experts.down_proj"]),
         *(
             ("init_lora_weights", name)
             for name in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "x")

@@ -217,9 +217,119 @@ READ = {
     "Mistral-7B-v0.3": MISTRAL | {"sliding_window": None, "rope_theta": 1000000.0, "vocab_size": 32768},
     "Mixtral-8x7B": MIXTRAL,
 }
+# Keys of published files; their values where these decide how a model is read.
+COMMON = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.1",
+    "use_cache": True,
+}
+LOCAL = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+ROUTED = COMMON | {
+    "first_k_dense_replace": 1,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 1000000,
+    "topk_group": 1,
+}
+NEWER = {
+    "GLM-4.5-Air": ROUTED
+    | {"model_type": "glm4_moe", "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072}
+    | {"num_attention_heads": 96, "num_hidden_layers": 46, "num_key_value_heads": 8, "partial_rotary_factor": 0.5}
+    | {"routed_scaling_factor": 1.0, "use_qk_norm": False, "vocab_size": 151552},
+    "GLM-4.7-Flash": ROUTED
+    | {"model_type": "glm4_moe_lite", "attention_bias": False, "hidden_size": 2048, "intermediate_size": 10240}
+    | {"kv_lora_rank": 512, "max_position_embeddings": 202752, "moe_intermediate_size": 1536, "n_routed_experts": 64}
+    | {"num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20}
+    | {"partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64}
+    | {"routed_scaling_factor": 1.8, "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880},
+    "SmolLM3-3B": COMMON
+    | {"model_type": "smollm3", "attention_bias": False, "hidden_size": 2048, "intermediate_size": 11008}
+    | {"layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536, "max_window_layers": 28}
+    | {"mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16}
+    | {"num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2, "rope_theta": 5000000.0}
+    | {"sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 128256},
+    "Seed-OSS-36B": COMMON
+    | {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False, "head_dim": 128}
+    | {"hidden_size": 5120, "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False}
+    | {"num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8, "residual_dropout": 0.1}
+    | {"rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "vocab_size": 155136},
+    "Olmo-3-7B": COMMON
+    | {"model_type": "olmo3", "attention_bias": False, "hidden_size": 4096, "intermediate_size": 11008}
+    | {"layer_types": LOCAL * 8, "max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 32}
+    | {"num_key_value_heads": 32, "rope_theta": 500000, "sliding_window": 4096, "vocab_size": 100278}
+    | {
+        "rope_scaling": {"rope_type": "yarn", "attention_factor": 1.2079441541679836, "beta_fast": 32.0}
+        | {"beta_slow": 1.0, "factor": 8.0, "original_max_position_embeddings": 8192}
+    },
+    "ERNIE-4.5-0.3B": COMMON
+    | {"model_type": "ernie4_5", "auto_map": {"AutoConfig": "configuration_ernie4_5.Ernie4_5_Config"}, "head_dim": 128}
+    | {"hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 131072, "num_attention_heads": 16}
+    | {"num_hidden_layers": 18, "num_key_value_heads": 2, "rope_theta": 500000, "use_bias": False, "vocab_size": 103424}
+    | {"tie_word_embeddings": True},
+    "EXAONE-4.0-32B": COMMON
+    | {"model_type": "exaone4", "head_dim": 128, "hidden_size": 5120, "intermediate_size": 27392}
+    | {"max_position_embeddings": 131072, "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8}
+    | {"rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": 4, "vocab_size": 102400}
+    | {
+        "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+        | {"original_max_position_embeddings": 8192}
+    },
+    "Granite-4.1-3B": COMMON
+    | {"model_type": "granite", "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "hidden_size": 2560}
+    | {"intermediate_size": 8192, "logits_scaling": 10.0, "num_attention_heads": 40, "num_hidden_layers": 40}
+    | {"num_key_value_heads": 8, "residual_multiplier": 0.22, "vocab_size": 100352},
+    "Qwen1.5-MoE-A2.7B": COMMON
+    | {"model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5632}
+    | {"max_position_embeddings": 8192, "max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": False}
+    | {"num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24}
+    | {"num_key_value_heads": 16, "rope_theta": 1000000.0, "shared_expert_intermediate_size": 5632}
+    | {"sliding_window": 32768, "use_sliding_window": False, "vocab_size": 151936},
+    "MiniMax-M2": COMMON
+    | {"model_type": "minimax_m2", "attention_bias": False, "attn_type_list": [1] * 62, "head_dim": 128}
+    | {"hidden_size": 3072, "intermediate_size": 1536, "layernorm_mlp_beta": 1.0, "max_position_embeddings": 196608}
+    | {"mlp_intermediate_size": 8192, "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8}
+    | {"num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3}
+    | {"output_router_logits": False, "qk_norm_type": "per_layer", "rope_theta": 5000000, "rotary_dim": 64}
+    | {"router_jitter_noise": 0.0, "scoring_func": "sigmoid", "shared_intermediate_size": 0, "sliding_window": None}
+    | {"use_mtp": True, "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064},
+    "internlm3-8b": COMMON
+    | {"model_type": "internlm3", "bias": False, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 10240}
+    | {"max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 48, "num_key_value_heads": 2}
+    | {"qkv_bias": False, "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50000000}
+    | {"vocab_size": 128512},
+    "OLMoE-1B-7B": COMMON
+    | {"model_type": "olmoe", "clip_qkv": None, "hidden_size": 2048, "intermediate_size": 1024}
+    | {"max_position_embeddings": 4096, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64}
+    | {"num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "router_aux_loss_coef": 0.01}
+    | {"vocab_size": 50304},
+    "starcoder2-3b": {
+        "model_type": "starcoder2",
+        **{"attention_dropout": 0.1, "attention_softmax_in_fp32": True, "embedding_dropout": 0.1},
+        **{"hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072, "initializer_range": 0.018042},
+        **{"intermediate_size": 12288, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384},
+        **{"mlp_type": "default", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24},
+        **{"num_hidden_layers": 30, "num_key_value_heads": 2, "residual_dropout": 0.1, "sliding_window": 4096},
+        **{"rope_theta": 999999.4420358813, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True},
+        **{"use_bias": True, "vocab_size": 49152},
+    },
+}
+READ |= NEWER
 FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 8, "num_layers": 8}
 REFUSED = {
-    "flan-t5-small": (T5_SMALL | FLAN, "tie_word_embeddings = False"),
+    "flan-t5-small": (T5_SMALL | FLAN, r"feed_forward_proj gated-gelu: .* lack gated layers of a T5 1.1 \(flan-T5\)"),
     "bert-base-uncased": (MEGATRON_BERT | {"model_type": "bert"}, "model_type 'bert': must be one of"),
 }
 

@@ -61,7 +61,8 @@ def test_fp8_blocks_equal_those_of_transformers(tmp_path, dtype, scale_type):
 def test_fp8_partial_blocks_at_the_edges_have_their_own_scales(tmp_path):
     torch.manual_seed(0)
     weight, scale = torch.randn(300, 203).to(torch.float8_e4m3fn), torch.rand(3, 2)
-    config = {**FP8, "weight_block_size": [128, 128]}
+    # MiniMax-M2 has the type of torch as name of the format.
+    config = {**FP8, "weight_block_size": [128, 128], "fmt": "float8_e4m3fn"}
     write(tmp_path / "in", {"a.weight": weight, "a.weight_scale_inv": scale}, config, dtype="float32")
     expected = weight.float()
     for i in range(300):
@@ -338,10 +339,7 @@ def test_compressed_weights_are_codes_times_their_scales(tmp_path, layout, shape
         codes = torch.randint(-half, half, (96, 64), dtype=torch.int8)
         tensors["a.weight"] = codes
     if layout == "pack-quantized":
-        # As compressed-tensors packs: the integers from 0 on, the first one in the lowest bits.
-        parts = (codes.to(torch.int64) + half).reshape(96, -1, 32 // bits) << (torch.arange(32 // bits) * bits)
-        words = parts.sum(-1)
-        tensors["a.weight_packed"] = (words - ((words >> 31) << 32)).to(torch.int32)
+        tensors["a.weight_packed"] = packed_words(codes, bits)
         tensors["a.weight_shape"] = torch.tensor([96, 64])
         del tensors["a.weight"]
     expected = codes.float()
@@ -353,12 +351,68 @@ def test_compressed_weights_are_codes_times_their_scales(tmp_path, layout, shape
     assert np.array_equal(found["a.weight"], expected.numpy())
 
 
+def packed_words(integers, bits):
+    """Integers ``[N, M]`` of ``bits`` bits as words along the second dimension, as compressed-tensors packs them."""
+    codes = (integers.to(torch.int64) + (1 << (bits - 1))).reshape(len(integers), -1, 32 // bits)
+    words = (codes << (torch.arange(32 // bits) * bits)).sum(-1)
+    return (words - ((words >> 31) << 32)).to(torch.int32)
+
+
+@table("bits", [4, 8])
+@table("in_order", [True, False])
+def test_zero_points_are_subtracted_and_inputs_have_groups_by_index(tmp_path, bits, in_order):
+    """compressed-tensors 0.20.1 decompresses the same numbers (without an index, which older releases write)."""
+    torch.manual_seed(0)
+    # More rows than are computed at a time.
+    half, rows = 1 << (bits - 1), 8264
+    codes, zeros = torch.randint(-half, half, (rows, 64)), torch.randint(-half, half, (rows, 4))
+    scale, index = torch.rand(rows, 4) + 0.01, torch.arange(64) // 16
+    tensors = {"a.weight_scale": scale, "a.weight_packed": packed_words(codes, bits)}
+    tensors["a.weight_shape"] = torch.tensor([rows, 64])
+    # Zero points are packed along the outputs.
+    tensors["a.weight_zero_point"] = packed_words(zeros.T, bits).T
+    if not in_order:
+        index = index[torch.randperm(64)]
+        tensors["a.weight_g_idx"] = index.to(torch.int32)
+    config = {**of_group(symmetric=False, type="int", num_bits=bits), "format": "pack-quantized"}
+    found = plain(write(tmp_path / "in", tensors, config, dtype="float32"))
+    expected = (codes - zeros[:, index]).float() * scale[:, index]
+    assert np.array_equal(found["a.weight"], expected.numpy())
+    whole = {"a.weight": codes.to(torch.int8), "a.weight_scale": scale, "a.weight_zero_point": zeros.to(torch.int8)}
+    found = plain(write(tmp_path / "in", whole, {**config, "format": "int-quantized"}, dtype="float32"))
+    assert np.array_equal(
+        found["a.weight"], ((codes - zeros.repeat_interleave(16, 1)) * scale.repeat_interleave(16, 1))
+    )
+    del whole["a.weight_zero_point"]
+    with pytest.raises(CorruptError, match="lacks weight_zero_point"):
+        plain(write(tmp_path / "in", whole, {**config, "format": "int-quantized"}, dtype="float32"))
+
+
+@table("layout", ["nvfp4-pack-quantized", "mxfp4-pack-quantized"])
+def test_float4_weights_are_codes_times_the_scales_of_groups(tmp_path, layout):
+    torch.manual_seed(0)
+    numbers_of = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = torch.randint(0, 16, (96, 64), dtype=torch.uint8)
+    tensors = {"a.weight_packed": codes[:, ::2] | (codes[:, 1::2] << 4)}
+    if layout == "nvfp4-pack-quantized":
+        stored = (torch.rand(96, 4) * 400).to(torch.float8_e4m3fn)
+        tensors |= {"a.weight_scale": stored, "a.weight_global_scale": torch.tensor([700.0])}
+        scale = stored.float() / 700.0
+    else:
+        tensors["a.weight_scale"] = torch.randint(110, 140, (96, 2), dtype=torch.uint8)
+        scale = 2.0 ** (tensors["a.weight_scale"].float() - 127)
+    found = plain(write(tmp_path / "in", tensors, {**of_group(num_bits=4), "format": layout}, dtype="float32"))
+    expected = numbers_of[codes.long()] * scale.repeat_interleave(64 // scale.shape[1], 1)
+    assert np.array_equal(found["a.weight"], expected.numpy())
+    with pytest.raises(CorruptError, match="do not fit a float4 weight"):
+        plain(write(tmp_path / "in", {**tensors, "a.weight_scale": torch.ones(95, 4)}, of_group(), dtype="float32"))
+
+
 @table(
     ("changes", "message"),
     [
-        ({"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ({"format": "mxfp6-pack-quantized"}, "mxfp6-pack-quantized"),
         (of_group(symmetric=False), "zero points"),
-        (of_group(actorder="group"), "another order"),
         ({"transform_config": {"x": 1}}, "transform_config"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     ],

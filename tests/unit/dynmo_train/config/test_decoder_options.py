@@ -65,6 +65,9 @@ GEMMA = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "attention_dropout": 0.0,
+    "no_rope_freq": "2",
+    "residual_multiplier": 0.25,
+    "logits_scaling": 8.0,
 }
 
 
@@ -78,7 +81,12 @@ def test_layers_of_a_pattern_are_stated_one_by_one():
     assert [manifest[f"{name}_logit_softcapping"] for name in ("attn", "final")] == [50.0, 30.0]
     attentions = [family.build(f"layers.{at}.attention", torch.device("meta")) for at in range(layers)]
     assert [each.window for each in attentions] == [(8, None)[at % 2] for at in range(layers)]
-    assert [each.rotary.base for each in attentions] == [(100.0, 10000.0)[at % 2] for at in range(layers)]
+    # Every second layer has full attention, and no rotation.
+    assert [each.rotary and each.rotary.base for each in attentions] == [(100.0, None)[at % 2] for at in range(layers)]
+    assert manifest["no_rope_freq"] == [at % 2 for at in range(layers)]
+    assert [manifest[name] for name in ("residual_multiplier", "logits_scaling")] == [0.25, 8.0]
+    assert attentions[0].post_norm(torch.ones(())) == 0.25
+    assert family.build("head", torch.device("meta")).scale == 1 / 8
     assert family_of_manifest(manifest).manifest() == manifest
 
 
@@ -97,6 +105,7 @@ def test_unknown_types_of_layers_are_refused(text):
 def test_types_of_layers_on_a_command_line_agree_with_the_checkpoint():
     model = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
     check_model_flags({"layer_types": "sliding,full"}, model, "run")
+    check_model_flags({"no_rope_freq": "3"}, {"no_rope_freq": [0, 0, 1]}, "run")
     with pytest.raises(DocumentError, match="--layer-types"):
         check_model_flags({"layer_types": "full,sliding"}, model, "run")
 
@@ -139,6 +148,9 @@ def test_invalid_rotary_scaling_is_refused(text, message):
         ({"family": "llama", "layer_types": "sliding,full"}, "requires --attention-window"),
         ({"family": "llama", "layer_types": "other", "attention_window": 8}, "must be full or sliding"),
         ({"family": "llama", "local_rotary_base": 10.0}, "requires --attention-window"),
+        ({"family": "gpt", "no_rope_freq": "2"}, "requires --position-embedding-type rotary"),
+        ({"family": "llama", "no_rope_freq": "[1]"}, "has 1 entries; must have --num-layers"),
+        ({"family": "llama", "residual_multiplier": 2.0, "norm_placement": "post"}, "use pre"),
         ({"family": "gpt", **GEMMA}, "requires --position-embedding-type rotary"),
         (
             {"family": "llama", "attn_logit_softcapping": 5.0, "attention_dropout": 0.1, "sparse_attention": True},
