@@ -23,7 +23,9 @@ from ..formats.checkpoint.writer import STEP_NAME, read_latest
 from ..formats.incident import Incident
 from ..formats.run_lines import append_event
 from .exit_status import Failure, describe_exit, root_causes
+from .run_lock import is_locked
 from .watch.watchdog import Hang
+from .worker import GENERATION_VARIABLE
 
 RESTART_VARIABLE = "DYNMO_RESTART"
 _TAIL_BYTES = 1 << 16
@@ -165,11 +167,9 @@ def unrecorded_end(run_dir: Path, before: Mapping[str, Any], environment: Mappin
         The incident; None if the previous start ended otherwise, before its first step or after its last one.
     """
     progress, training = read_progress(run_dir), before["config"].get("training", {})
-    if (
-        RESTART_VARIABLE in environment
-        or not progress.step
-        or progress.step >= (training.get("train_iters") or math.inf)
-    ):
+    # A start by the same launcher, or in the same process, follows what these have recorded.
+    is_continued = is_locked(run_dir) or RESTART_VARIABLE in environment or GENERATION_VARIABLE in environment
+    if is_continued or not progress.step or progress.step >= (training.get("train_iters") or math.inf):
         return None
     for line in last_lines(run_dir / "events.jsonl", _TAIL_BYTES):
         try:

@@ -24,6 +24,7 @@ from dynmo_train.launch.incident_log import (
     unrecorded_end,
     write_incident,
 )
+from dynmo_train.launch.run_lock import hold, release
 from tests.paths import ROOT
 
 SCHEMA = json.loads((ROOT / "dynmo_train/formats/run_lines.schema.json").read_text())["$defs"]["events.jsonl"]["anyOf"]
@@ -108,6 +109,8 @@ def test_death_names_the_rank_that_ended_first_and_its_host():
         ([], 20, {}, False),  # complete
         ([], 0, {}, False),
         ([], 12, restart_environment("a process failed"), False),  # the launcher has recorded it
+        ([], 12, {"DYNMO_GENERATION": "1"}, False),  # the others have continued
+        ([], 12, {"lock": "held"}, False),
     ],
 )
 def test_start_killed_with_its_launcher_is_recorded_by_the_next_one(tmp_path, events, step, environment, is_found):
@@ -122,7 +125,9 @@ def test_start_killed_with_its_launcher_is_recorded_by_the_next_one(tmp_path, ev
         "config": {"training": {"train_iters": 20}},
         "hosts": ["a", "b"],
     }
+    lock = hold(tmp_path) if "lock" in environment else None
     incident = unrecorded_end(tmp_path, before, environment)
+    release(lock)
     assert (incident is not None) == is_found
     if incident is not None:
         assert (incident.step, incident.steps_lost, incident.seconds_lost, incident.hosts) == (12, 12, 10.0, ["a"])
