@@ -5,14 +5,14 @@ as soon as it is made, and no rule on past gains alone prevents it. So the plann
 every step, the modelled time of the partitions that were active, pauses included, less that of the first partition::
 
     loss(t)   = sum of step(active) + pauses - sum of step(first)      up to step t, on the measured costs
-    budget(t) = 4 pauses + 4 steps + 5 % of sum of step(first)
+    budget(t) = 4 pauses + 4 steps + 3 % of sum of step(first)
 
     move      only if the loss, the pause and the pause of a return fit the budget
     return    to the first partition once the loss and the pause of the return do not
 
 The argument is that of ski rental: later moves may lose what earlier ones gained, and what is lost beyond it is
 bounded. At a decision the loss is within the budget less one pause, or the planner returns. **Bound**: a run takes at
-most 1.05 times the time of never moving, plus 5 pauses, 4 steps and what the active partition loses between two
+most 1.03 times the time of never moving, plus 5 pauses, 4 steps and what the active partition loses between two
 decisions.
 Costs that do not depend on the partition in another way than modelled are assumed; ``rollback`` judges the others.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from ..partition.problem import PartitionProblem
 from .regret import Works, WorkTrace, step_times
 
-MAX_LOSS_SHARE = 0.05
+MAX_LOSS_SHARE = 0.03
 """Share of the time of never moving that moves may lose."""
 MAX_LOSS_PAUSES = 4
 MAX_LOSS_STEPS = 4

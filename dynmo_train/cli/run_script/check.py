@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from ..._common.errors import UsageError
+from ..tasks import COMMANDS, split_task
 from .session import StartStep
 
 CLICK_ERROR: Any = typer.BadParameter.__base__
@@ -30,6 +31,8 @@ def check_steps(steps: Sequence[StartStep], root: Any, script: str) -> None:
             continue
         try:
             _parse(root, list(step.words[1:]))
+        except typer.Exit:
+            continue  # --help or --version
         except CLICK_ERROR as error:
             raise UsageError(f"{script}, line {step.place.line}: {error.format_message()}") from error
         except UsageError as error:
@@ -47,5 +50,9 @@ def _parse(root: Any, words: list[str]) -> None:
         name, resolved, words = command.resolve_command(context, [*context._protected_args, *context.args])
         command, parent = resolved, context
         path.append(name)
+    if path[0] == "tasks":
+        task, rest = split_task(context.args)
+        if task is not None:
+            _parse(root, [*COMMANDS[task], *rest])
     if path[0] == "launch" and (launched := context.params.get("arguments")):
         _parse(root, list(launched))

@@ -215,7 +215,7 @@ def test_costs_that_swing_cost_no_more_than_the_budget(tmp_path, policy, period)
     interval = (MAX_LOSS_STEPS + every) * max(3 * recorded.step_ns(at, first) for at in range(len(recorded.works)))
     assert moving.moves > 0
     assert moving.total_ns <= (1 + MAX_LOSS_SHARE) * staying.total_ns + (MAX_LOSS_PAUSES + 1) * pause + interval
-    assert moving.total_ns <= 1.05 * staying.total_ns
+    assert moving.total_ns <= 1.06 * staying.total_ns
 
 
 def test_offline_optimum_is_the_best_of_all_sequences(tmp_path):

@@ -81,6 +81,13 @@ def test_dry_run_checks_the_commands_that_it_prints(script, line, message):
         assert " pretrain bert" in result.stdout
 
 
+def test_dry_run_checks_tasks_and_every_line(script):
+    text = "python pretrain_gpt.py --help\npython tasks/main.py --task WIKITEXT103 --load x --valid-data y {}\n"
+    result = run(script(text.format("--bogus 1")), "--dry-run", "--")
+    assert "line 2: No such option: --bogus" in str(result.exception)
+    assert run(script(text.format("--overlapping-eval 32")), "--dry-run", "--").exception is None
+
+
 def test_dry_run_of_dynmos_own_example(script):
     """``bert_example.sh`` of the DynMo repository, with the two lines of packing that it has as comments."""
     text = (
