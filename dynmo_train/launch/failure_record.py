@@ -25,6 +25,7 @@ from pathlib import Path
 from .._common.console import print_message
 from .._common.document import read_any_json, write_whole
 from .._common.errors import EXIT_FAILURE, EXIT_USAGE, DynmoError
+from .watch.heartbeat import HEARTBEAT_VARIABLE
 from .worker import is_launched
 
 WITHHELD = "dynmo-train: the launcher does not print the lines below without --verbose"
@@ -78,10 +79,33 @@ def _record_path(log: Path) -> Path:
     return log.parent / "failure.json"
 
 
+def _spare_path(environment: Mapping[str, str], rank: int | str, name: str | None = None) -> Path | None:
+    """The path of a record in the memory of the launcher, for a full disk; None without a launcher."""
+    folder, name = environment.get(HEARTBEAT_VARIABLE), name or environment.get("TORCHELASTIC_RUN_ID")
+    return Path(folder) / f"{name}-{rank}.failure" if folder and name else None
+
+
+def failure_of(log: Path, environment: Mapping[str, str], rank: int, name: str) -> FailureRecord | None:
+    """The record of a process from its log folder, or from memory where the disk of that is full.
+
+    Args:
+        log: its standard error.
+        environment: environment of the launcher.
+        rank: global rank.
+        name: name of the round.
+    """
+    spare = _spare_path(environment, rank, name)
+    return read_failure(log) or (None if spare is None else _read(spare))
+
+
 def read_failure(log: Path) -> FailureRecord | None:
     """The record of the process with the standard error ``log``; None without one."""
+    return _read(_record_path(log))
+
+
+def _read(path: Path) -> FailureRecord | None:
     try:
-        found = read_any_json(_record_path(log))
+        found = read_any_json(path)
         return FailureRecord(
             message=str(found["message"]), time_ns=int(found["time_ns"]), is_consequence=bool(found["is_consequence"])
         )
@@ -126,16 +150,25 @@ def recording_failure(
 
 def _record(environment: Mapping[str, str], error: Exception, *, is_consequence: bool) -> None:
     record = FailureRecord(message=error_line(error), time_ns=time.time_ns(), is_consequence=is_consequence)
-    path = environment.get(_ERROR_FILE_VARIABLE)
+    path, content = environment.get(_ERROR_FILE_VARIABLE), json.dumps(asdict(record)).encode()
+    spare = _spare_path(environment, environment.get("RANK", "0"))
     if path:
-        with suppress(OSError):  # the stack in the log has the same
-            write_whole(_record_path(Path(path)), json.dumps(asdict(record)).encode())
+        try:
+            write_whole(_record_path(Path(path)), content)
+        except OSError:
+            with suppress(OSError):
+                if spare is not None:
+                    spare.write_bytes(content)
 
 
 def forget_failure(environment: Mapping[str, str]) -> None:
     """Remove the record of a process that continues after an error: what ends it later has another cause."""
+    spare = _spare_path(environment, environment.get("RANK", "0"))
     if path := environment.get(_ERROR_FILE_VARIABLE):
-        _record_path(Path(path)).unlink(missing_ok=True)
+        for each in (_record_path(Path(path)), spare):
+            with suppress(OSError):
+                if each is not None:
+                    each.unlink(missing_ok=True)
 
 
 class QuietLines:

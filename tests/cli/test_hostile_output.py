@@ -23,7 +23,7 @@ PARTS = ("\x1b[31m", "\x1b]", "\x07", "\x9b", "\x7f", "\rover")
 # They print no data, or work for minutes without a file.
 WITHOUT_DATA = {("sample-corpus",), ("measure-costs",), ("tune-sparse",), ("doctor",), ("formats",), ("cache", "clear")}
 ONCE = {("watch",): ["--once"], ("monitor",): ["--once"]}
-DIRECT = re.compile(r"sys\.std(out|err)\.(write|buffer)|\becho\(|\bprint\(|print_exception|print_exc\(|Console\(")
+DIRECT = re.compile(r"sys\.std(out|err)\.(write|buffer)|(typer|click)\.echo\(|\bprint\(|print_exc|Console\(")
 
 
 class Terminal(io.StringIO):

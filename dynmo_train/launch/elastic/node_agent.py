@@ -29,7 +29,7 @@ from ..._common.console import print_message
 from ..._common.errors import DynmoError
 from ..._common.streams import printable
 from ..exit_status import Failure, with_causal_codes
-from ..failure_record import QuietLines, read_failure
+from ..failure_record import QuietLines, failure_of
 from ..signal_files import create_file, remove_file
 from ..worker import (
     GRACE_VARIABLE,
@@ -481,5 +481,8 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
             raise PeerFailureError("the ranks could not continue after another node lost or gained some")
     logs = {rank: log_paths[0].stderrs[rank - first_rank] for rank in sorted(codes)}
     return with_causal_codes(
-        [Failure(rank=rank, code=codes[rank], log=log, record=read_failure(Path(log))) for rank, log in logs.items()]
+        [
+            Failure(rank=rank, code=codes[rank], log=log, record=failure_of(Path(log), os.environ, rank, group.name))
+            for rank, log in logs.items()
+        ]
     )

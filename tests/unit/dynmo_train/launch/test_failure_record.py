@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from dynmo_train._common.errors import DynmoError, UsageError
@@ -9,6 +11,7 @@ from dynmo_train.launch.failure_record import (
     WITHHELD,
     QuietLines,
     error_line,
+    failure_of,
     forget_failure,
     printed_text,
     read_failure,
@@ -85,3 +88,19 @@ def test_quiet_lines_stop_at_the_mark_and_leave_out_cpp_frames():
 def test_error_line_is_short():
     assert len(error_line(ValueError("x" * 10_000))) < 700
     assert error_line(ValueError()) == "ValueError"
+
+
+def test_record_on_a_full_disk_is_in_the_memory_of_the_launcher(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dynmo_train.launch.failure_record.write_whole", refuse)
+    place = {"DYNMO_HEARTBEATS": str(tmp_path), "TORCHELASTIC_RUN_ID": "round-0", "RANK": "3"}
+    given = {**environment(tmp_path / "full"), **place}
+    with pytest.raises(DynmoError), recording_failure(given):
+        raise DynmoError("first cause")
+    log = tmp_path / "full/stderr.log"
+    assert failure_of(log, given, 3, "round-0").message == "first cause"
+    assert failure_of(log, given, 3, "round-1") is None
+    forget_failure(given)
+    assert failure_of(log, given, 3, "round-0") is None
