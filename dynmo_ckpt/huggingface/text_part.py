@@ -24,7 +24,8 @@ SECTIONS = ("mrope_section", "mrope_interleaved")
 
 def has_images(config: Config) -> bool:
     """Whether a configuration is that of a model of images and text."""
-    return config.get("model_type") in key_table()["with_images"]
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind in key_table()["with_images"]
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         raise CorruptError("config.json: text_config must be an object")
     # The text of a few models is one of several architectures.
     stated = text.get("model_type")
-    known = stated if stated in key_table()["model_types"] or stated in key_table()["refused"] else kind
+    is_known = isinstance(stated, str) and (stated in key_table()["model_types"] or stated in key_table()["refused"])
+    known = stated if is_known else kind
     of_all = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_version")
     shared = {key: value for key, value in own.items() if key in of_all or key.endswith("_token_id")}
     found = ({**text, **shared} if text else own) | {"model_type": known}
