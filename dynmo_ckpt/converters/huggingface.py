@@ -12,7 +12,6 @@ from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, encode_json
 from ..formats.choices import ReadOptions, WriteOptions
-from ..huggingface.config_keys import key_table
 from ..huggingface.decoders import DECODERS
 from ..huggingface.deepseek import KINDS as DEEPSEEKS
 from ..huggingface.deepseek import prediction_layers
@@ -30,7 +29,7 @@ from ..huggingface.files import (
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
-from ..huggingface.text_part import is_head, text_tensors
+from ..huggingface.text_part import has_images, is_head, text_tensors
 from ..huggingface.tokenizer import copied_tokenizer, token_id_keys, tokenizer_folder, tokenizer_names
 from ..io.errors import UnsupportedError, errors_of, short_names
 from ..io.files import read_file
@@ -67,7 +66,7 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
     stored = read_config(directory)
     # The output has plain weights, so its configuration must not describe quantized ones.
     config = {key: value for key, value in stored.items() if key != QUANTIZATION_KEY}
-    with_images = raw_type(directory) in key_table()["with_images"]
+    with_images = has_images({"model_type": raw_type(directory)})
     task_head = _task_head(directory, config, options)
     if with_images or task_head:
         # Images: stated twice, with different defaults by release. A model of a task has no output layer at all.

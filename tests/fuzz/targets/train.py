@@ -361,6 +361,7 @@ TEXTS: list[tuple[str, list[str], Any]] = [
     ("config.parse:parse_layers", ["3,7"], lambda p, t: p("--x", t)),
     ("config.parse:parse_balance", ["aux_loss", "sinkhorn", "seq_aux_loss"], lambda p, t: p(t, "0.01")),
     ("config.layer_freq:parse_layer_freq", ["2", "[0]*3+[1]*5", "([1]*3+[0])*2", "[0,1]*4"], lambda p, t: p(t, 8)),
+    ("config.layer_freq:parse_no_rope_freq", ["2", "[0]*3+[1]*5", "([1]*3+[0])*2", "[0,1]*4"], lambda p, t: p(t, 8)),
     ("config.parse:parse_rotary_scaling", ['{"rope_type": "linear", "factor": 2}'], None),
     ("config.parse:parse_layer_types", ["sliding,full", "full_attention sliding_attention"], None),
     ("config.parse:parse_fractions", ["0.5,0.7,0.9"], lambda p, t: p("--x", t)),
