@@ -27,6 +27,7 @@ kill leaves the mark, and no file by which a mixture could be found.
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import zlib
@@ -35,6 +36,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .._common.document import parse_any_json
 from .._common.errors import UsageError
 from .directory import CheckReplaced, check_target, defer_signals
 from .errors import CorruptError, StorageError
@@ -47,6 +49,7 @@ MAX_PARTS = 9_000
 # While a part is sent, the buffer, its copy and that of the client exist.
 COPIES_PER_PART = 3
 MARK_TEXT = b"This upload is running or was cut.\n"
+MAX_MARK_BYTES = 16 << 20
 MARKERS = (".metadata", "LATEST", "config.json", "latest", "latest_checkpointed_iteration.txt", "manifest.json")
 
 
@@ -54,6 +57,20 @@ def part_bytes(num_bytes: int) -> int:
     """Size of the parts in which an object of ``num_bytes`` is sent: ``PART_BYTES``, or more for a very large one."""
     mebibyte = 1 << 20
     return max(PART_BYTES, math.ceil(num_bytes / MAX_PARTS / mebibyte) * mebibyte)
+
+
+def _mark_text(target: RemotePath, replaced: Iterable[RemotePath]) -> bytes:
+    names = [path.relative_to(target).as_posix() for path in replaced if path != target]
+    return MARK_TEXT + json.dumps(names).encode()
+
+
+def replaced_names(target: RemotePath) -> list[str]:
+    """What an upload that was cut replaced, relative to the address: objects that it had checked, and would remove."""
+    try:
+        names = parse_any_json((target / UPLOAD_MARK).read_bytes().removeprefix(MARK_TEXT), MAX_MARK_BYTES)
+    except (OSError, ValueError):
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def is_marker(name: str) -> bool:
@@ -219,10 +236,11 @@ def new_remote_directory(target: RemotePath) -> Iterator[RemoteDirectory]:
     directory = RemoteDirectory(target / STAGING if previous else target)
     try:
         if not previous:
-            directory.write(UPLOAD_MARK, MARK_TEXT)
+            remains = objects_of(target)
+            directory.write(UPLOAD_MARK, _mark_text(target, remains))
             directory.refresh()
             # Markers first: from then on no other program takes what remains for a model.
-            directory.remove(sorted(objects_of(target), key=lambda path: not is_marker(path.name)))
+            directory.remove(sorted(remains, key=lambda path: not is_marker(path.name)))
         directory.remove(objects_of(target / STAGING))
         directory.refresh()
         yield directory
@@ -262,7 +280,7 @@ def _replace(target: RemotePath, staged: RemoteDirectory, previous: Iterable[Rem
     stale = [path for path in previous if path == target or path.relative_to(target).as_posix() not in names]
     try:
         sizes = {name: (staged.target / name).stat().st_size for name in names}
-        directory.write(UPLOAD_MARK, MARK_TEXT)
+        directory.write(UPLOAD_MARK, _mark_text(target, previous))
         directory.remove(path for path in previous if is_marker(path.name))
         for name in sorted(names, key=is_marker):
             if is_marker(name) and stale:

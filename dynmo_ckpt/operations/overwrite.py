@@ -19,6 +19,7 @@ from ..huggingface.tokenizer import FURTHER_TEMPLATES, TIKTOKEN, TOKENIZER_FILES
 from ..io.directory import CheckReplaced, refuse_inputs
 from ..io.errors import CorruptError, short_names
 from ..io.remote import REPOSITORY_FILES, UPLOAD_MARK, RemotePath
+from ..io.uploads import replaced_names
 from ..native.checkpoint import load_manifest
 from .verify import MANIFEST
 
@@ -91,6 +92,8 @@ def check_replaceable(target: Path) -> None:
     if (target / MANIFEST).is_file():
         with suppress(DynmoError):
             recorded = load_manifest(target)["files"]
+    if isinstance(target, RemotePath) and is_cut:
+        recorded = {*recorded, *replaced_names(target)}
     refuse_other_files(target, set(files) - set(recorded))
 
 
