@@ -68,7 +68,7 @@ def test_compare_prints_which_of_losses_and_norms_differ(tmp_path, runs):
         "losses bit-identical; gradient norms differ (at most 2.8e-01 relative; first at step 1)"
     )
     both = write_run(tmp_path / "both", [4.0, 3.0, 2.5], 1.5, norm=0.72)
-    assert "losses differ (at most 2.0e-01 relative; first at step 2); gradient norms" in compare(runs[0], both).stdout
+    assert "losses differ (at most 2.0e-01 relative; first at step 3); gradient norms" in compare(runs[0], both).stdout
     assert json.loads(compare(runs[0], norms, "--format", "json").stdout)["losses"] is None
 
 
