@@ -222,7 +222,7 @@ def test_convert_pruned_weights_are_zero(run, tmp_path, family, kind):
         ({"attention_bias": True}, "the input lacks 8 tensors"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
         ({"hidden_act": "gelu"}, "hidden_act = gelu"),
-        ({"model_type": "falcon"}, "model_type 'falcon'"),
+        ({"model_type": "falcon"}, "attention and MLP of one input, side by side; the nearest one that is supported"),
         ({"sliding_window": 8}, "sliding_window = 8"),
         ({"num_hidden_layers": 1}, "the map has no rule for 9 tensors"),
         ({"num_hidden_layers": 3}, "the input lacks 9 tensors"),

@@ -22,7 +22,8 @@ can run whatever the real times are: no cycle of ranks that wait for one another
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .errors import UsageError
@@ -98,12 +99,14 @@ class _Step:
         self.placed: list[list[Operation]] = [[] for _ in order]
         self.next = [0] * len(order)
         self.free = [0] * len(order)
-        # (stage, kind, microbatch) -> end; I and B of a stage share one entry. For S: one entry per rank.
+        self.rank_of = {operation.stage: rank for rank, row in enumerate(order) for operation in row}
+        # (stage, kind, microbatch) -> end; I and B of a stage share one entry.
         self.ends: dict[tuple[int, str, int], int] = {}
-        self.shard_ends: dict[int, list[int]] = {}
+        # Of S and E, microbatch -> the number of ranks that ran it, and the end of the last one.
+        self.shard_ends: dict[int, tuple[int, int]] = {}
         self.shards = [0] * len(order)
         self.weights = [0] * len(order)
-        self.lookup_ends: dict[int, list[int]] = {}
+        self.lookup_ends: dict[int, tuple[int, int]] = {}
         self.lookups = [0] * len(order)
         self.gradients = [0] * len(order)
         # A split backward of the first stage leaves everything to W: no stage before it waits for a gradient.
@@ -117,19 +120,19 @@ class _Step:
         if kind == WEIGHT:
             return self.ends.get((stage, BACKWARD, m))
         own = self.ends.get((stage, FORWARD, m))
-        if stage == self.last:
-            parts = self.shard_ends.get(m, [])
-            above = max(parts) if len(parts) == len(self.order) else None
-        else:
-            above = self.ends.get((stage + 1, BACKWARD, m))
+        above = self.end_of_all(self.shard_ends, m) if stage == self.last else self.ends.get((stage + 1, BACKWARD, m))
         return None if own is None or above is None else max(own, above)
 
     def words(self, m: int) -> int | None:
         """The time at which the rows of all ranks are there for a microbatch; None if not known yet."""
         if not self.lookup_count:
             return 0
-        found = self.lookup_ends.get(m, [])
-        return max(found) if len(found) == len(self.order) else None
+        return self.end_of_all(self.lookup_ends, m)
+
+    def end_of_all(self, ends: dict[int, tuple[int, int]], m: int) -> int | None:
+        """The time at which all ranks have run a pass of a microbatch; None if not known yet."""
+        count, end = ends.get(m, (0, 0))
+        return end if count == len(self.order) else None
 
     def candidate(self, rank: int) -> tuple[int, int, Operation] | None:
         """The operation that a rank starts next: (start, precedence, operation); None if it has to wait."""
@@ -159,27 +162,31 @@ class _Step:
             add(self.ready(operation), 2, operation)
         return min(found, default=None)
 
-    def run(self, rank: int, start: int, operation: Operation) -> None:
-        """Run an operation of a rank."""
+    def run(self, rank: int, start: int, operation: Operation) -> Iterable[int]:
+        """Run an operation of a rank; returns the ranks whose next operation may be another one now."""
         stage, kind, m = operation
         end = self.free[rank] = start + UNITS[kind]
         self.placed[rank].append(operation)
-        if kind == SHARD_FORWARD:
-            self.shards[rank] += 1
-            self.shard_ends.setdefault(m, []).append(end)
-            return
-        if kind == SHARD_WEIGHT:
-            self.weights[rank] += 1
-            return
-        if kind == LOOKUP:
-            self.lookups[rank] += 1
-            self.lookup_ends.setdefault(m, []).append(end)
-            return
-        if kind == LOOKUP_GRADIENT:
-            self.gradients[rank] += 1
-            return
+        everyone = range(len(self.order))
+        for of_kind, counts, ends, reader in (
+            (SHARD_FORWARD, self.shards, self.shard_ends, self.last),
+            (LOOKUP, self.lookups, self.lookup_ends, 0),
+        ):
+            if kind == of_kind:
+                counts[rank] += 1
+                count, latest = ends.get(m, (0, 0))
+                ends[m] = count + 1, max(latest, end)
+                return {rank, self.rank_of[reader]} if count + 1 == len(self.order) else {rank}
+        if kind in (SHARD_WEIGHT, LOOKUP_GRADIENT):
+            (self.weights if kind == SHARD_WEIGHT else self.gradients)[rank] += 1
+            return {rank}
         self.next[rank] += 1
         self.ends[stage, BACKWARD if kind == INPUT else kind, m] = end
+        # S and T follow the last stage, E and G the first one.
+        if (stage == self.last and kind != WEIGHT) or (stage == 0 and self.lookup_count):
+            return everyone
+        neighbor = stage + 1 if kind == FORWARD else stage - 1
+        return {rank, self.rank_of.get(neighbor, rank)}
 
 
 def with_shard_passes(order: Order, num_stages: int, *, lookups: bool = False) -> list[list[Operation]]:
@@ -196,15 +203,24 @@ def with_shard_passes(order: Order, num_stages: int, *, lookups: bool = False) -
     microbatches = 1 + max(operation.microbatch for operations in order for operation in operations)
     step = _Step(order, num_stages, microbatches, lookups=lookups)
     total = sum(len(operations) for operations in order) + (4 if lookups else 2) * microbatches * len(order)
+    # ((start, precedence, operation), rank) of each rank that need not wait; entries that changed since are skipped.
+    current = [step.candidate(rank) for rank in range(len(order))]
+    waiting = [(found, rank) for rank, found in enumerate(current) if found is not None]
+    heapq.heapify(waiting)
     for _ in range(total):
-        candidates = [(found, rank) for rank in range(len(order)) if (found := step.candidate(rank)) is not None]
-        if not candidates:
-            waiting = [operations[at] for operations, at in zip(order, step.next, strict=True) if at < len(operations)]
+        while waiting and waiting[0][0] != current[waiting[0][1]]:
+            heapq.heappop(waiting)
+        if not waiting:
+            stuck = [operations[at] for operations, at in zip(order, step.next, strict=True) if at < len(operations)]
             raise UsageError(
                 "the operations of the schedule cannot run with --vocabulary-parallel:"
-                f" {', '.join(f'{one.stage}{one.kind}{one.microbatch}' for one in waiting)} wait for one another;"
+                f" {', '.join(f'{one.stage}{one.kind}{one.microbatch}' for one in stuck)} wait for one another;"
                 " use --schedule 1f1b"
             )
-        (start, _, operation), rank = min(candidates)
-        step.run(rank, start, operation)
+        (start, _, operation), rank = heapq.heappop(waiting)
+        for changed in step.run(rank, start, operation):
+            found = step.candidate(changed)
+            if found is not None and (changed == rank or found != current[changed]):
+                heapq.heappush(waiting, (found, changed))
+            current[changed] = found
     return step.placed
