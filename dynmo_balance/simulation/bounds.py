@@ -174,12 +174,11 @@ def _pending(problem: PartitionProblem) -> list[int]:
     limits = [slot.memory_bytes for slot in problem.slots if slot.memory_bytes is not None]
     if len(limits) < len(problem.slots):
         return [most] * (len(chain.cuts) - 1)
-    static = chain.prefix_at_cuts(chain.static_bytes)
-    stored = chain.prefix_at_cuts(chain.stored_bytes)
-    return [
-        min(most, max(1, (max(limits) - (static[at + 1] - static[at])) // max(1, stored[at + 1] - stored[at])))
-        for at in range(len(chain.cuts) - 1)
-    ]
+    static, stored = (pairwise(chain.prefix_at_cuts(sizes)) for sizes in (chain.static_bytes, chain.stored_bytes))
+    rooms = [max(limits) - (end - begin) for begin, end in static]
+    sizes = [end - begin for begin, end in stored]
+    # A unit that stores nothing has all microbatches at once.
+    return [min(most, max(1, room // size)) if size else most for room, size in zip(rooms, sizes, strict=True)]
 
 
 def _most_work(inside: Sequence[int], outside: Sequence[int], sizes: Sequence[int], room: int, count: int) -> int:

@@ -84,8 +84,15 @@ def test_bounds_are_below_the_best_of_all_orders_that_fit_the_memory(rng):
     assert limited >= 1
 
 
-# The same draws in each run: a rare one, in the closing note of 2026-11-28, has a step below the bound of a unit.
-@settings(max_examples=200, deadline=None, derandomize=True)
+def test_unit_that_stores_nothing_has_all_microbatches_at_once():
+    chain = make_chain([0, 0], backward=[2, 2], weight=[0, 1])
+    chain = replace(chain, costs=replace(chain.costs, activation_bytes=(0, 0)))
+    problem = make_problem(chain, 2, "zero-bubble", 2)
+    slots = tuple(replace(slot, memory_bytes=1) for slot in problem.slots)
+    assert bounds_of(replace(problem, slots=slots)).unit_ns == bounds_of(problem).unit_ns == 6
+
+
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), virtual=st.integers(1, 3))
 def test_bounds_are_below_orders_made_for_the_memory(data: st.DataObject, virtual: int) -> None:
     problem, boundaries = data.draw(split_problems("interleaved-1f1b", virtual))
