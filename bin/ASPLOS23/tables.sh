@@ -8,6 +8,9 @@
 # run has a dash; a folder without any run is an error.
 set -euo pipefail
 
+case ${1:-} in
+  -*) echo "usage: $0 [FOLDER]" >&2; exit 2 ;;
+esac
 exec "${PYTHON:-python3}" - "${1:-checkpoints}" <<'PROGRAM'
 import json, math, sys
 from pathlib import Path

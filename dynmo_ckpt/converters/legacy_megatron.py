@@ -77,14 +77,13 @@ def _folder_of(path: Path) -> Path:
 
 
 def _read(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
+    place = path
     if not isinstance(path, RemotePath) and path.is_file():
         if options.step is not None:
             raise UsageError(f"{path}: --step selects a step of a run directory; this is a file")
-        folder = _folder_of(path)
-        found = open_core_ranks(folder, options) or open_legacy(folder, options, config_args(options, folder))
-        return from_megatron(found, path, folder, options)
-    iteration = find_iteration(path, options.step)
-    found = open_core_ranks(path, options) or open_legacy(path, options, config_args(options, iteration))
+        place = _folder_of(path)
+    iteration = find_iteration(place, options.step)
+    found = open_core_ranks(place, options) or open_legacy(place, options, config_args(options, iteration))
     return from_megatron(found, path, iteration, options)
 
 

@@ -108,13 +108,14 @@ _DEEPSEEK: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("moe_router_topk_scaling_factor", "moe_shared_ffn_size"), ()),
     **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_experts"), ()),
 }
+_LLAMA = Decoder(
+    map="llama",
+    name="Llama",
+    fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
+    keys=("attention_bias", "mlp_bias"),
+)
 DECODERS: Mapping[str, Decoder] = {
-    "llama": Decoder(
-        map="llama",
-        name="Llama",
-        fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
-        keys=("attention_bias", "mlp_bias"),
-    ),
+    "llama": _LLAMA,
     "mistral": Decoder(
         map="llama",
         name="Mistral",
@@ -274,12 +275,8 @@ DECODERS: Mapping[str, Decoder] = {
         keys=("attention_out_bias",),
         config={"mlp_bias": False},
     ),
-    "internlm3": Decoder(
-        map="llama",
-        name="Llama",
-        fields={"attention_bias": NO_OR_ALL, "mlp_bias": (False, True)},
-        keys=("attention_bias", "mlp_bias"),
-    ),
+    # Its own class has the tensors and the configuration of a Llama.
+    "internlm3": _LLAMA,
     "ernie4_5": Decoder(
         map="ernie4_5",
         name="Ernie4_5",

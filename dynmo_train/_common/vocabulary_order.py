@@ -168,16 +168,12 @@ class _Step:
         stage, kind, m = operation
         end = self.free[rank] = start + UNITS[kind]
         self.placed[rank].append(operation)
-        everyone = range(len(self.order))
-        for of_kind, counts, ends, reader in (
-            (SHARD_FORWARD, self.shards, self.shard_ends, self.last),
-            (LOOKUP, self.lookups, self.lookup_ends, 0),
-        ):
-            if kind == of_kind:
-                counts[rank] += 1
-                count, latest = ends.get(m, (0, 0))
-                ends[m] = count + 1, max(latest, end)
-                return {rank, self.rank_of[reader]} if count + 1 == len(self.order) else {rank}
+        if kind == SHARD_FORWARD:
+            self.shards[rank] += 1
+            return self._after_pass_of_all(self.shard_ends, rank, m, end, self.last)
+        if kind == LOOKUP:
+            self.lookups[rank] += 1
+            return self._after_pass_of_all(self.lookup_ends, rank, m, end, 0)
         if kind in (SHARD_WEIGHT, LOOKUP_GRADIENT):
             (self.weights if kind == SHARD_WEIGHT else self.gradients)[rank] += 1
             return {rank}
@@ -185,9 +181,17 @@ class _Step:
         self.ends[stage, BACKWARD if kind == INPUT else kind, m] = end
         # S and T follow the last stage, E and G the first one.
         if (stage == self.last and kind != WEIGHT) or (stage == 0 and self.lookup_count):
-            return everyone
+            return range(len(self.order))
         neighbor = stage + 1 if kind == FORWARD else stage - 1
         return {rank, self.rank_of.get(neighbor, rank)}
+
+    def _after_pass_of_all(
+        self, ends: dict[int, tuple[int, int]], rank: int, m: int, end: int, reader: int
+    ) -> Iterable[int]:
+        """Count a pass for which the stage ``reader`` waits until all ranks have run it; the ranks as in ``run``."""
+        count, latest = ends.get(m, (0, 0))
+        ends[m] = count + 1, max(latest, end)
+        return {rank, self.rank_of[reader]} if count + 1 == len(self.order) else {rank}
 
 
 def with_shard_passes(order: Order, num_stages: int, *, lookups: bool = False) -> list[list[Operation]]:
