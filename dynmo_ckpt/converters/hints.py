@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,10 @@ def hint(path: Path, is_checkpoint: Callable[[Path], bool]) -> str:
         if path.is_symlink():
             return f"is a link to {path.readlink()}, which is missing"
         return f"is missing; hf://{path} is a model of the hub of this name" if HUB_ID.fullmatch(str(path)) else ""
+    if path.suffix == ".zip" and path.is_file():
+        if not zipfile.is_zipfile(path):
+            return "is a damaged archive; download it again"
+        return "is an archive without mp_rank_*/model_optim_rng.pt; extract it, and give the directory of the model"
     if path.is_file():
         return "is a file; give the directory that has the configuration and all weights"
     if (path / "snapshots").is_dir():

@@ -44,6 +44,8 @@ def test_a_rank_file_or_its_archive_is_a_checkpoint(ckpt, native, legacy_save, t
         archive.write(file, "iter_0000001/mp_rank_00/model_optim_rng.pt")
         archive.write(file, "iter_0000002/mp_rank_00/model_optim_rng.pt")
     assert "more than one iteration" in ckpt("info", tmp_path / "two.zip", code=4).stderr
+    (tmp_path / "two.zip").write_bytes((tmp_path / "two.zip").read_bytes()[:500])
+    assert "is a damaged archive" in ckpt("info", tmp_path / "two.zip", code=4).stderr
 
 
 def test_open_gpt_neox_is_refused_with_the_remedy(ckpt, tmp_path):
